@@ -1,0 +1,213 @@
+"""Command-line and YAML arguments of the training scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+
+@dataclass
+class ModelArguments:
+    """Which backbone to start from."""
+
+    _argument_group_name = "model"
+
+    model_name_or_path: str = field(
+        default="roberta-base", metadata={"help": "Backbone or csl_hf checkpoint: a folder or a Hub id."}
+    )
+    revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads and tokenised texts are kept."})
+    dropout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Dropout of the backbone in training; default: its own. The two views of a text differ by dropout "
+            "alone, so a backbone without any needs a value here."
+        },
+    )
+    token: str | None = field(default=None, metadata={"help": "Hub token; default: the one of `hf auth login`."})
+
+
+@dataclass
+class DataArguments:
+    """Which texts to learn from, and what to measure on."""
+
+    _argument_group_name = "data"
+
+    train_file: list[str] = field(
+        default_factory=lambda: ["builtin"],
+        metadata={
+            "help": "Unlabelled texts: .txt (one text a line), .csv, .tsv, .jsonl, .parquet, each also .gz; several "
+            "files, a glob, a folder, a saved datasets folder, a Hub id, or `builtin` (the documentation of this "
+            "Python installation, no download).",
+            "nargs": "+",
+        },
+    )
+    text_column: str | None = field(
+        default=None,
+        metadata={"help": "Column that holds the text; default: text, sentence, or the only one."},
+    )
+    train_split: str = field(default="train", metadata={"help": "Split of a data set with several."})
+    encoding: str = field(default="utf-8", metadata={"help": "Character encoding of text files."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use the first N texts only."})
+    max_length: int = field(
+        default=32,
+        metadata={"help": "Tokens of a text that training sees (the papers: 32); the rest is cut off."},
+    )
+    preprocessing_num_workers: int = field(default=1, metadata={"help": "Processes that read and tokenise."})
+    eval_sts_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "Pairs with a similarity score (columns sentence1, sentence2, score): a .tsv file or a Hub id such "
+            "as sentence-transformers/stsb. Measured as STS-B dev Spearman, and picks the best checkpoint, "
+            "as in the VaSCL paper. Without it, a retrieval task on held-out Python documentation is measured."
+        },
+    )
+    max_seq_length: int | None = field(
+        default=None, metadata={"help": "Tokens that the exported model reads; default: all its positions."}
+    )
+    show_searches: bool = field(
+        default=True, metadata={"help": "Show three example searches with the trained model at the end."}
+    )
+
+
+@dataclass
+class ContrastiveTrainingArguments(TrainingArguments):
+    """``transformers.TrainingArguments`` plus what contrastive training needs.
+
+    Defaults that differ from the parent: ``remove_unused_columns=False`` (the collator needs every column),
+    ``logging_nan_inf_filter=False`` (a loss that is not finite stops the run), ``logging_steps=10``,
+    ``ddp_find_unused_parameters=False`` (every parameter is used in every step), ``data_seed=seed``.
+
+    Raises:
+        ValueError: values that contradict each other, each with what to change.
+    """
+
+    _argument_group_name = "training (transformers.TrainingArguments, then csl_hf's own)"
+
+    head_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Learning rate of the contrastive head (VaSCL: 5e-4); default: --learning_rate."},
+    )
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Texts in one batch over all processes: these are each other's negatives and neighbours (VaSCL: "
+            "1024). Sets --per_device_train_batch_size. Gradient accumulation does not add negatives."
+        },
+    )
+    length_buckets: int = field(
+        default=8,
+        metadata={
+            "help": "Rows of a step are sorted by length and go through the encoder in this many groups, each only as "
+            "wide as its longest row. Same embeddings, less padding; 1 turns it off."
+        },
+    )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Start anew in an output folder that is not empty, replacing what is there."},
+    )
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Must stay False: the collator needs every column."}
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Must stay False: a loss that is not finite stops the run."}
+    )
+    logging_steps: float = field(default=10, metadata={"help": "Log the losses and diagnostics every N steps."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "False: every parameter takes part in every step."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.metric_for_best_model is not None and self.greater_is_better is None:
+            raise ValueError(
+                f"metric_for_best_model={self.metric_for_best_model!r} was given without a direction. Add "
+                "--greater_is_better True if a higher value is better, False if a lower one is (e.g. uniformity)."
+            )
+        chosen = self.metric_for_best_model
+        super().__post_init__()
+        if chosen is None:
+            # The parent falls back to the evaluation loss, which does not exist here: the trainer asks its evaluators.
+            self.metric_for_best_model = self.greater_is_better = None
+        if self.data_seed is None:
+            self.data_seed = self.seed
+        if self.remove_unused_columns:
+            raise ValueError("remove_unused_columns=True would hide text_id and row from the collator; leave it out.")
+        if self.global_batch_size is not None:
+            if self.global_batch_size % self.world_size:
+                raise ValueError(
+                    f"global_batch_size={self.global_batch_size} cannot be divided among {self.world_size} processes; "
+                    f"choose a multiple of {self.world_size}."
+                )
+            self.per_device_train_batch_size = self.global_batch_size // self.world_size
+
+    @property
+    def texts_per_batch(self) -> int:
+        """Texts that see each other as negatives: the batch of all processes, without accumulation."""
+        return self.per_device_train_batch_size * self.world_size
+
+
+def parse_arguments(
+    dataclass_types: Sequence[type],
+    arguments: Sequence[str] | None = None,
+    default_config: str | Path | None = None,
+    description: str | None = None,
+) -> tuple[Any, ...]:
+    """Instances of the dataclasses, from a YAML or JSON file and the command line; the command line wins.
+
+    Args:
+        dataclass_types: as for ``HfArgumentParser``.
+        arguments: default ``sys.argv[1:]``. ``--config FILE`` (or a first argument that ends in .yaml, .yml or
+            .json) names the file.
+        default_config: file used when none is named.
+        description: shown by ``--help``.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is no mapping, or has keys that no dataclass knows (they are named).
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
+        arguments.insert(0, "--config")
+    config_parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    config_parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML or JSON file with any of the arguments below; the command line wins.",
+    )
+    config, arguments = config_parser.parse_known_args(arguments)
+    parser = HfArgumentParser(
+        dataclass_types,
+        description=description,
+        parents=[config_parser],
+        usage="%(prog)s [--config FILE] [--argument VALUE ...]",
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    path = config.config or default_config
+    if path is not None:
+        parser.set_defaults(**read_config(path, parser))
+    return parser.parse_args_into_dataclasses(arguments)[: len(dataclass_types)]
+
+
+def read_config(path: str | Path, parser: HfArgumentParser) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file, checked against the parser's arguments."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"--config {path} does not exist; expected a YAML or JSON file of arguments.")
+    text = path.read_text(encoding="utf-8")
+    values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} holds a {type(values).__name__}; expected `argument: value` lines.")
+    known = {action.dest for action in parser._actions}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(f"--config {path} has unknown arguments: {', '.join(unknown)}. `--help` lists the known ones.")
+    return values

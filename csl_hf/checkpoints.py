@@ -1,0 +1,144 @@
+"""Training checkpoints that are whole or not there: staging, identity of a run, choice of the folder to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedModel
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+
+RUN_IDENTITY_NAME = "csl_hf_run.json"
+STAGING_PREFIX = ".saving-"
+OUTDATED_PREFIX = ".replaced-"
+
+
+def staging_folder(checkpoint: str | Path) -> Path:
+    """Where a checkpoint is written before it is renamed. The name matches no checkpoint pattern."""
+    checkpoint = Path(checkpoint)
+    return checkpoint.with_name(STAGING_PREFIX + checkpoint.name)
+
+
+def publish(staging: Path, checkpoint: Path) -> None:
+    """Flush every file of ``staging`` to the disk and give the folder its final name in one step."""
+    for path in staging.rglob("*"):
+        if path.is_file():
+            _fsync(path)
+    _fsync(staging)
+    if checkpoint.exists():
+        # Resumed before this step and arrived here again: the older folder goes only when the new one is whole.
+        outdated = checkpoint.with_name(OUTDATED_PREFIX + checkpoint.name)
+        shutil.rmtree(outdated, ignore_errors=True)
+        os.replace(checkpoint, outdated)
+        os.replace(staging, checkpoint)
+        shutil.rmtree(outdated)
+    else:
+        os.replace(staging, checkpoint)
+    _fsync(checkpoint.parent)
+
+
+def remove_staging(output_dir: str | Path) -> None:
+    """Delete what a killed run left half-written, and put back what it was about to replace."""
+    for path in Path(output_dir).glob(STAGING_PREFIX + "*"):
+        shutil.rmtree(path)
+    for path in Path(output_dir).glob(OUTDATED_PREFIX + "*"):
+        original = path.with_name(path.name.removeprefix(OUTDATED_PREFIX))
+        if original.exists():
+            shutil.rmtree(path)
+        else:
+            os.replace(path, original)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write under a temporary name and rename, so that a reader never sees half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def run_identity(model: PreTrainedModel, dataset: Dataset, texts_per_step: int, seed: int) -> dict[str, Any]:
+    """What must be equal for a resumed run to be the same run: architecture, data and their order."""
+    config = model.config
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "contrastive")
+    digest = blake2b(digest_size=16)
+    if "text_id" in dataset.column_names:
+        for batch in dataset.select_columns("text_id").with_format("numpy").iter(batch_size=100_000):
+            digest.update(np.ascontiguousarray(batch["text_id"]).tobytes())
+    return {
+        "model": {name: getattr(config, name, None) for name in names},
+        "data": {"texts": len(dataset), "digest": digest.hexdigest()},
+        "texts_per_step": texts_per_step,
+        "seed": seed,
+    }
+
+
+def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> str | None:
+    """The folder to resume from, or None.
+
+    Args:
+        output_dir: the run's folder, searched when ``resume_from_checkpoint`` is True.
+        resume_from_checkpoint: a checkpoint folder, a truth value (also as text), or None.
+
+    Raises:
+        FileNotFoundError: no checkpoint there, or a folder that is none.
+    """
+    if resume_from_checkpoint in (None, False) or str(resume_from_checkpoint).lower() in (
+        "false",
+        "none",
+        "",
+    ):
+        return None
+    if str(resume_from_checkpoint).lower() == "true":
+        last = get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
+        if last is None:
+            raise FileNotFoundError(
+                f"--resume_from_checkpoint: {output_dir} holds no checkpoint-N folder. Start without it, or name the "
+                "folder of a checkpoint."
+            )
+        return last
+    if not (Path(resume_from_checkpoint) / TRAINER_STATE_NAME).is_file():
+        raise FileNotFoundError(
+            f"--resume_from_checkpoint {resume_from_checkpoint} is no training checkpoint (it has no "
+            f"{TRAINER_STATE_NAME}). Name a checkpoint-N folder, or give the argument as `True` to take the last one."
+        )
+    return str(resume_from_checkpoint)
+
+
+def check_identity(checkpoint: str | Path, identity: dict[str, Any]) -> None:
+    """Refuse to resume another model's or another data set's run.
+
+    Raises:
+        ValueError: naming each difference, old and new.
+    """
+    path = Path(checkpoint) / RUN_IDENTITY_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"{checkpoint} has no {RUN_IDENTITY_NAME}: it was not written by a csl_hf training run and cannot be "
+            "resumed. To start from its weights, give it as --model_name_or_path."
+        )
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    current = json.loads(json.dumps(identity))
+    differences = [
+        f"{key}: {saved.get(key)} then, {current[key]} now" for key in current if saved.get(key) != current[key]
+    ]
+    if differences:
+        raise ValueError(
+            f"{checkpoint} belongs to another run and cannot be resumed with these arguments. "
+            + "; ".join(differences)
+            + ". Give the same model, data, batch size and seed as then, or start anew in another --output_dir."
+        )
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
