@@ -1,0 +1,245 @@
+"""The scripts end to end: what a user types, what lies in the folder, what unusable input says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, tiny_config
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, RobertaModel
+
+from csl_hf.arguments import ContrastiveTrainingArguments, DataArguments, ModelArguments
+from csl_hf.configuration import ContrastiveConfig
+from csl_hf.recipe import load_model, prepare_output_dir, run_training
+
+SETTINGS = """
+model_name_or_path: {backbone}
+train_file: [{train}]
+eval_sts_file: {sts}
+max_length: 24
+num_neighbors: 4
+global_batch_size: 16
+max_steps: 12
+learning_rate: 1.0e-3
+head_learning_rate: 1.0e-2
+eval_strategy: steps
+eval_steps: 3
+save_strategy: steps
+save_steps: 3
+save_total_limit: 2
+load_best_model_at_end: true
+logging_steps: 3
+use_cpu: true
+report_to: none
+dataloader_pin_memory: false
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, tiny_backbone, sentences):
+    """Training texts with a repeated and an empty line, STS pairs, and a config that names them."""
+    folder = tmp_path_factory.mktemp("inputs")
+    train, sts, config = folder / "train.txt", folder / "dev.tsv", folder / "run.yaml"
+    train.write_text("\n".join([*sentences, sentences[0], ""]) + "\n")
+    pairs = [f"{i % 6}\t{a}\t{b}" for i, (a, b) in enumerate(zip(sentences, sentences[::-1], strict=True))]
+    sts.write_text("\n".join(["score\tsentence1\tsentence2", *pairs]) + "\n")
+    config.write_text(SETTINGS.format(backbone=tiny_backbone, train=train, sts=sts))
+    return {"train": train, "sts": sts, "config": config, "backbone": tiny_backbone, "folder": folder}
+
+
+def script(name: str, *arguments: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "examples" / name), *arguments],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory):
+    """A whole run of run_vascl.py: (folder, stdout)."""
+    folder = tmp_path_factory.mktemp("out") / "my-model"
+    process = script("run_vascl.py", "--config", str(inputs["config"]), "--output_dir", str(folder))
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-4000:]
+    return folder, output
+
+
+@pytest.mark.slow
+def test_run_vascl_leaves_a_sentence_transformer_with_card_log_and_plot(finished, sentences):
+    folder, output = finished
+    model = SentenceTransformer(str(folder), device="cpu")
+    embeddings = model.encode(sentences[:4])
+    assert embeddings.shape == (4, 32) and np.abs(embeddings[0] - embeddings[1]).max() > 1e-3
+    backbone = AutoModel.from_pretrained(folder, add_pooling_layer=False)
+    assert isinstance(backbone, RobertaModel)
+    assert not any("head" in name for name in load_file(folder / "model.safetensors"))
+    assert (folder / "training_log.png").read_bytes().startswith(b"\x89PNG")
+    log = json.loads((folder / "training_log.json").read_text())
+    assert {"loss/nt_xent", "loss/neighborhood", "effective_rank"} <= {key for entry in log for key in entry}
+    results = json.loads((folder / "run_results.json").read_text())
+    assert results["data"]["duplicates"] == 1 and results["data"]["empty"] == 1 and results["data"]["kept"] == 64
+    assert "| before |" in output and "finds" in output and 'SentenceTransformer("' in output
+
+
+@pytest.mark.slow
+def test_exported_weights_are_those_of_the_best_checkpoint(finished, inputs):
+    from csl_hf.evaluation import StsEvaluator, read_sts_file
+
+    folder, _ = finished
+    results = json.loads((folder / "run_results.json").read_text())
+    log = json.loads((folder / "training_log.json").read_text())
+    by_step = {e["step"]: e["eval_stsb_dev_spearman"] for e in log if "eval_stsb_dev_spearman" in e and e["step"] < 12}
+    evaluator = StsEvaluator(*read_sts_file(inputs["sts"]), name="stsb_dev")
+    exported = evaluator(SentenceTransformer(str(folder), device="cpu").encode)["stsb_dev_spearman"]
+    assert exported == pytest.approx(results["after"]["stsb_dev_spearman"], abs=1e-3)
+    trained = {step: value for step, value in by_step.items() if step > 0}
+    assert results["after"]["stsb_dev_spearman"] >= max(trained.values()) - 1e-6
+    assert results["best_step"] in (3, 6, 9, 12)
+
+
+@pytest.mark.slow
+def test_card_states_the_measured_numbers_and_no_training_text(finished, sentences):
+    folder, _ = finished
+    card = (folder / "README.md").read_text()
+    results = json.loads((folder / "run_results.json").read_text())
+    for metrics in (results["before"], results["after"]):
+        assert f"{metrics['stsb_dev_spearman']:.3f}" in card
+    assert f"value: {round(results['after']['stsb_dev_spearman'], 4)}" in card
+    assert "run_vascl.py" in card and "zhang-etal-2022" in card and "my-model" in card
+    assert not any(sentence in card for sentence in sentences)
+    assert str(folder.parent) not in card.split("## How it was made")[0]
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder.parent, capture_output=True, text=True)
+    assert done.returncode == 0 and "tensor" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_run_killed_with_sigkill_resumes_to_the_same_weights(finished, inputs, tmp_path):
+    folder = tmp_path / "killed"
+    arguments = ["--config", str(inputs["config"]), "--output_dir", str(folder), "--show_searches", "False"]
+    process = script("run_vascl.py", *arguments)
+    deadline = time.monotonic() + 200
+    while not (folder / "checkpoint-6").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (folder / "run_results.json").exists()
+    process = script("run_vascl.py", *arguments, "--resume_from_checkpoint", "True")
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors[-4000:]
+    whole, resumed = (torch.load(f / "checkpoint-12" / "optimizer.pt")["state"] for f in (finished[0], folder))
+    assert all(torch.equal(whole[key]["exp_avg"], resumed[key]["exp_avg"]) for key in whole) and len(whole) > 10
+    for name in ("model.safetensors", "checkpoint-12/model.safetensors"):
+        expected, found = load_file(finished[0] / name), load_file(folder / name)
+        assert all(torch.equal(expected[key], found[key]) for key in expected) and expected.keys() == found.keys()
+
+
+@pytest.mark.slow
+def test_script_ends_with_a_message_and_keeps_the_folder(finished, inputs):
+    folder, _ = finished
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+    process = script("run_simcse.py", "--config", str(inputs["config"]), "--output_dir", str(folder))
+    _, errors = process.communicate(timeout=200)
+    last = errors.strip().splitlines()[-1]
+    assert process.returncode == 1 and "Traceback" not in errors
+    assert last.startswith("FileExistsError") and "is not empty" in last and "--overwrite_output_dir" in last
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in folder.rglob("*")) == before
+
+
+def run(inputs, folder, model=None, data=None, objective=None, **training):
+    options = dict(
+        output_dir=str(folder), global_batch_size=16, max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
+        save_strategy="no", dataloader_pin_memory=False,
+    ) | training  # fmt: skip
+    return run_training(
+        "SimCSE",
+        ModelArguments(**{"model_name_or_path": str(inputs["backbone"])} | (model or {})),
+        DataArguments(
+            **{"train_file": [str(inputs["train"])], "eval_sts_file": str(inputs["sts"]), "max_length": 24}
+            | (data or {})
+        ),
+        ContrastiveConfig(**{"num_neighbors": 4} | (objective or {})),
+        ContrastiveTrainingArguments(**options),
+    )
+
+
+@pytest.mark.parametrize("pooling", ["cls", "avg_first_last"])
+def test_info_nce_with_other_poolings_exports_what_it_trained(inputs, tmp_path, pooling):
+    objective = {"pooling": pooling, "head": "none", "loss": "info_nce", "neighborhood_weight": 0.0}
+    result, trainer = run(inputs, tmp_path / "m", objective=objective, learning_rate=1e-2)
+    exported = SentenceTransformer(result.output_dir, device="cpu")
+    texts = ["The cat saw a red boat.", "Nine apples."]
+    tokens = trainer.processing_class(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        live = trainer.model.eval()(tokens["input_ids"], tokens["attention_mask"]).embeddings
+    torch.testing.assert_close(torch.from_numpy(exported.encode(texts)), live, atol=1e-6, rtol=1e-5)
+    assert result.before != result.after
+    assert "gao-etal-2021-simcse" in (tmp_path / "m" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"data": {"train_file": ["nothing-here.txt"]}}, FileNotFoundError, "nothing-here.txt"),
+        ({"data": {"max_length": 63}}, ValueError, "--max_length 63 is out of range.*3 to 62 tokens"),
+        ({"data": {"max_seq_length": 500}}, ValueError, "--max_seq_length 500 is out of range"),
+        ({"model": {"model_name_or_path": "no/such-model"}}, FileNotFoundError, "no/such-model is neither a folder"),
+        ({"model": {"dropout": 0.0}}, ValueError, "drops nothing in training"),
+        ({"objective": {"num_neighbors": 16}}, ValueError, "num_neighbors=16 needs at least 17"),
+        ({"data": {"eval_sts_file": "nowhere.tsv"}}, FileNotFoundError, "nowhere.tsv"),
+    ],
+)
+def test_unusable_input_is_named_before_anything_is_written(inputs, tmp_path, change, error, message):
+    with pytest.raises(error, match=message):
+        run(inputs, tmp_path / "out", **change)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_unsupported_backbone_names_the_supported_ones(tmp_path, tiny_tokenizer):
+    config = tiny_config("bert").to_dict() | {"model_type": "distilbert"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tiny_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'distilbert' model.*bert, roberta"):
+        load_model(ModelArguments(model_name_or_path=str(tmp_path)), ContrastiveConfig())
+
+
+def test_overwriting_replaces_checkpoints_and_leaves_other_files(inputs, tmp_path):
+    folder = tmp_path / "out"
+    (folder / "checkpoint-900").mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    options = dict(save_strategy="steps", save_steps=1)
+    with pytest.raises(FileExistsError, match="is not empty"):
+        run(inputs, folder, **options)
+    with pytest.raises(ValueError, match="--max_length 63"):  # a mistake costs nothing that was there
+        run(inputs, folder, data={"max_length": 63}, overwrite_output_dir=True, **options)
+    assert (folder / "checkpoint-900").exists()
+    run(inputs, folder, overwrite_output_dir=True, **options)
+    assert sorted(p.name for p in folder.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_output_dir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        prepare_output_dir(ContrastiveTrainingArguments(output_dir=str(tmp_path / "out"), report_to="none"))
+
+
+def test_shipped_backbone_is_what_the_demo_needs():
+    folder = REPOSITORY / "model_cards" / "csl-tiny-roberta"
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in folder.iterdir()}
+    model, tokenizer = load_model(ModelArguments(model_name_or_path=str(folder)), ContrastiveConfig())
+    assert sum(p.numel() for p in model.base_model.parameters()) == pytest.approx(5.3e6, rel=0.05)
+    assert Path(folder / "model.safetensors").stat().st_size < 25e6
+    assert tokenizer.model_max_length == 128
