@@ -1,4 +1,4 @@
-"""Sentence embeddings learned without labels: VaSCL, SDA, Shuffle & Divide and SimCSE on the Hugging Face Trainer."""
+"""Sentence embeddings learned without labels, on the Hugging Face Trainer."""
 
 from __future__ import annotations
 

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedModel
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from csl_hf.arguments import ContrastiveTrainingArguments
+from csl_hf.files import STAGING_PREFIX
+from csl_hf.modeling import DROPOUT_NAMES
+
 RUN_IDENTITY_NAME = "csl_hf_run.json"
-STAGING_PREFIX = ".saving-"
 OUTDATED_PREFIX = ".replaced-"
 
 
@@ -56,17 +59,10 @@ def remove_staging(output_dir: str | Path) -> None:
             os.replace(path, original)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write under a temporary name and rename, so that a reader never sees half a file."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def run_identity(model: PreTrainedModel, dataset: Dataset, texts_per_step: int, seed: int) -> dict[str, Any]:
-    """What must be equal for a resumed run to be the same run: architecture, data and their order."""
+def run_identity(model: PreTrainedModel, dataset: Dataset, args: ContrastiveTrainingArguments) -> dict[str, Any]:
+    """What must be equal for a resumed run to be the same run: architecture, data, and what decides the batches."""
     config = model.config
-    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "contrastive")
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", *DROPOUT_NAMES, "contrastive")
     digest = blake2b(digest_size=16)
     if "text_id" in dataset.column_names:
         for batch in dataset.select_columns("text_id").with_format("numpy").iter(batch_size=100_000):
@@ -74,8 +70,12 @@ def run_identity(model: PreTrainedModel, dataset: Dataset, texts_per_step: int, 
     return {
         "model": {name: getattr(config, name, None) for name in names},
         "data": {"texts": len(dataset), "digest": digest.hexdigest()},
-        "texts_per_step": texts_per_step,
-        "seed": seed,
+        "texts_per_batch": args.texts_per_batch,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "processes": args.world_size,
+        "bucket_size": args.rows_per_bucket,
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "seed": [args.seed, args.data_seed],
     }
 
 
@@ -111,12 +111,22 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
     return str(resume_from_checkpoint)
 
 
+def checkpoint_step(checkpoint: str | Path) -> int:
+    """N of a folder ``checkpoint-N``."""
+    return int(Path(checkpoint).name.rsplit("-", 1)[1])
+
+
 def check_identity(checkpoint: str | Path, identity: dict[str, Any]) -> None:
     """Refuse to resume another model's or another data set's run.
 
     Raises:
-        ValueError: naming each difference, old and new.
+        ValueError: naming each difference, old and new; or a checkpoint that lacks what resuming needs.
     """
+    if not (Path(checkpoint) / OPTIMIZER_NAME).is_file():
+        raise ValueError(
+            f"{checkpoint} has no {OPTIMIZER_NAME} (was it written with --save_only_model?), so the run cannot be "
+            "continued from it. To start from its weights, give it as --model_name_or_path."
+        )
     path = Path(checkpoint) / RUN_IDENTITY_NAME
     if not path.is_file():
         raise ValueError(
@@ -132,7 +142,7 @@ def check_identity(checkpoint: str | Path, identity: dict[str, Any]) -> None:
         raise ValueError(
             f"{checkpoint} belongs to another run and cannot be resumed with these arguments. "
             + "; ".join(differences)
-            + ". Give the same model, data, batch size and seed as then, or start anew in another --output_dir."
+            + ". Give the same arguments as then, or start anew in another --output_dir."
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 POOLINGS = ("mean", "cls", "cls_before_pooler", "max", "avg_first_last")
 HEADS = ("mlp", "none")
@@ -109,6 +111,19 @@ class ContrastiveConfig:
         for name in ("temperature", "radius", "hard_negative_weight"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be greater than 0.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ContrastiveConfig:
+        """The settings in ``config.json``.
+
+        Raises:
+            ValueError: an unknown setting, or one outside its range.
+        """
+        known = [setting.name for setting in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"Unknown contrastive settings {', '.join(unknown)}; known are {', '.join(known)}.")
+        return cls(**values)
 
     @property
     def uses_neighborhood(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ import transformers
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer, WeightedLayerPooling
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from csl_hf.files import STAGING_PREFIX, write_json
 
 # csl_hf's poolings at inference -> sentence-transformers' pooling modes.
 _POOLING_MODES = {
@@ -127,7 +128,7 @@ def save_sentence_transformer(
 
     The folder holds the bare backbone (safetensors, no head), the tokenizer and sentence-transformers' files,
     but no README. Files of the same name are replaced, others stay. Everything is written to a scratch folder
-    beside ``output_dir`` first, so that no half-written file is ever found in it.
+    in ``output_dir`` first, so that no half-written file is ever found in it.
 
     Args:
         model: a contrastive model; it is not changed.
@@ -242,11 +243,11 @@ def _write_sentence_transformer_files(folder: Path, model: PreTrainedModel, max_
         subfolder = folder / f"{len(entries)}_{name}"
         entries.append((subfolder.name, name))
         subfolder.mkdir()
-        _write_json(subfolder / "config.json", _pooling_config(module))
+        write_json(subfolder / "config.json", _pooling_config(module))
         if isinstance(module, WeightedLayerPooling):
             module.save_torch_weights(str(subfolder))
             transformer["config_args"] = {"output_hidden_states": True}
-    _write_json(folder / "sentence_bert_config.json", transformer)
+    write_json(folder / "sentence_bert_config.json", transformer)
     versions = {
         "sentence_transformers": sentence_transformers.__version__,
         "transformers": transformers.__version__,
@@ -259,12 +260,12 @@ def _write_sentence_transformer_files(folder: Path, model: PreTrainedModel, max_
         "default_prompt_name": None,
         "similarity_fn_name": "cosine",
     }
-    _write_json(folder / "config_sentence_transformers.json", settings)
+    write_json(folder / "config_sentence_transformers.json", settings)
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
         for index, (path, name) in enumerate(entries)
     ]
-    _write_json(folder / "modules.json", modules)
+    write_json(folder / "modules.json", modules)
 
 
 def _pooling_config(module: nn.Module) -> dict[str, Any]:
@@ -276,16 +277,12 @@ def _pooling_config(module: nn.Module) -> dict[str, Any]:
     return config | {"pooling_mode": module.pooling_mode} | legacy
 
 
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 @contextmanager
 def _scratch_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder`` whose files are moved into it, one by one, when the block ends well."""
-    folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
+    """A folder inside ``folder`` whose files are moved up, one by one, when the block ends well."""
+    # Inside, because ``folder`` may be a mount of its own: nothing can be renamed across its border.
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=folder) as name:
         scratch = Path(name)
         yield scratch
         files = [path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,17 +13,21 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from csl_hf import __version__
 from csl_hf.evaluation.report import markdown_table
+from csl_hf.files import write_text
 
 if TYPE_CHECKING:
     from csl_hf.recipe import RunResult
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 
+# By the end of a metric's name.
 METRIC_NOTES = {
-    "stsb_dev_spearman": "`stsb_dev_spearman`: Spearman correlation x 100 between cosine and gold score, STS-B dev.",
+    "_spearman": "`_spearman`: Spearman correlation x 100 between cosine and gold score of sentence pairs.",
     "retrieval_mrr@10": "`retrieval`: the first line of a docstring must find its own body among those of held-out "
     "modules of this Python installation.",
 }
+
+DATASET_NAMES = {"stsb_dev": "STS-B dev", "retrieval": "Held-out Python documentation"}
 
 CITATIONS = {
     "VaSCL": """@inproceedings{zhang-etal-2022-virtual,
@@ -60,12 +63,13 @@ class ModelCardSettings:
     steps: int
     best_step: int
     train_minutes: float
+    resumed_from: int
     hardware: str
     versions: str
     max_length: int
     max_seq_length: int
     seed: int
-    citation: str
+    citation: str | None
 
     @property
     def table(self) -> str:
@@ -75,7 +79,7 @@ class ModelCardSettings:
     @property
     def metric_note(self) -> str:
         """What the metrics of the table are."""
-        return " ".join(note for metric, note in METRIC_NOTES.items() if metric in self.after)
+        return " ".join(n for end, n in METRIC_NOTES.items() if any(metric.endswith(end) for metric in self.after))
 
     @classmethod
     def from_run(cls, result: RunResult, method: str, command: str | None = None) -> ModelCardSettings:
@@ -91,45 +95,30 @@ class ModelCardSettings:
 
         exported = SentenceTransformer.from_pretrained(result.output_dir, device="cpu")
         settings = result.settings
-        objective, training, data = settings["objective"], settings["training"], settings["data"]
-        rows = [
-            ("pooling", objective["pooling"]),
-            ("head (training only)", objective["head"]),
-            ("loss", objective["loss"]),
-            ("temperature", objective["temperature"]),
-            (
-                "learning rate, backbone / head",
-                f"{training['learning_rate']} / {training['head_learning_rate']}",
-            ),
-            ("schedule", training["lr_scheduler_type"]),
-            ("texts in a batch", training["global_batch_size"] or training["per_device_train_batch_size"]),
-            ("tokens of a text", data["max_length"]),
-            ("seed", training["seed"]),
-        ]
+        training, data = settings["training"], settings["data"]
         return cls(
             name=Path(result.output_dir).resolve().name,
             method=method,
-            base_model=Path(settings["model"]["model_name_or_path"]).name
-            if Path(settings["model"]["model_name_or_path"]).is_dir()
-            else settings["model"]["model_name_or_path"],
-            load_from=Path(result.output_dir).name,
+            base_model=_public_name(settings["model"]["model_name_or_path"]),
+            load_from=Path(result.output_dir).resolve().name,
             dimension=exported.get_embedding_dimension(),
             before=result.before,
             after=result.after,
             command=command,
-            settings_table=rows,
-            objective_note=_objective_note(objective),
+            settings_table=_settings_table(result),
+            objective_note=_objective_note(settings["objective"]),
             data_note=_data_note(result.data, data),
             steps=result.steps,
             best_step=result.best_step,
             train_minutes=round(result.train_seconds / 60, 1),
+            resumed_from=result.resumed_from,
             hardware=_hardware(),
             versions=f"csl_hf {__version__}, "
             + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "sentence-transformers")),
             max_length=data["max_length"],
             max_seq_length=exported.max_seq_length,
             seed=training["seed"],
-            citation=CITATIONS[method],
+            citation=CITATIONS.get(method),
         )
 
 
@@ -147,8 +136,8 @@ def write_model_card(folder: str | Path, settings: ModelCardSettings) -> Path:
         EvalResult(
             task_type="sentence-similarity",
             task_name="Sentence similarity",
-            dataset_type="stsb-dev" if metric.startswith("stsb") else "python-documentation-held-out",
-            dataset_name="STS-B dev" if metric.startswith("stsb") else "Held-out Python documentation",
+            dataset_type=metric.rsplit("_", 1)[0],
+            dataset_name=DATASET_NAMES.get(metric.rsplit("_", 1)[0], metric.rsplit("_", 1)[0]),
             metric_type=metric,
             metric_value=round(value, 4),
         )
@@ -159,7 +148,6 @@ def write_model_card(folder: str | Path, settings: ModelCardSettings) -> Path:
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
         base_model=settings.base_model if "/" in settings.base_model else None,
-        language="en",
         tags=[
             "sentence-transformers",
             "feature-extraction",
@@ -171,10 +159,29 @@ def write_model_card(folder: str | Path, settings: ModelCardSettings) -> Path:
     )
     card = ModelCard.from_template(data, template_path=str(TEMPLATE), settings=settings)
     path = Path(folder) / "README.md"
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(str(card), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, str(card))
     return path
+
+
+def _settings_table(result: RunResult) -> list[tuple[str, Any]]:
+    objective, training, data = (result.settings[name] for name in ("objective", "training", "data"))
+    return [
+        ("pooling", objective["pooling"]),
+        ("head (training only)", objective["head"]),
+        ("loss", objective["loss"]),
+        ("temperature", objective["temperature"]),
+        ("learning rate, backbone", training["learning_rate"]),
+        ("learning rate, head", training["head_learning_rate"] or training["learning_rate"]),
+        ("schedule", training["lr_scheduler_type"]),
+        ("texts in a batch", f"{result.texts_per_batch} ({result.processes} process(es))"),
+        ("tokens of a text", data["max_length"]),
+        ("seed", training["seed"]),
+    ]
+
+
+def _public_name(source: str) -> str:
+    """Hub ids as they are; of a path its last part, since nobody else has the folders before it."""
+    return Path(source).resolve().name if Path(source).exists() else source
 
 
 def _objective_note(objective: dict[str, Any]) -> str:
@@ -190,8 +197,9 @@ def _objective_note(objective: dict[str, Any]) -> str:
 
 
 def _data_note(counts: dict[str, Any], data: dict[str, Any]) -> str:
-    sources = ", ".join(Path(source).name for source in counts["source"])
-    limit = "" if data["max_train_samples"] is None else f"; the first {data['max_train_samples']:,} were used"
+    sources = ", ".join(_public_name(source) for source in counts["source"])
+    sample = data["max_train_samples"]
+    limit = "" if sample is None else f"; {sample:,} of them, drawn at random, were used"
     return (
         f"{sources}: {counts['rows_read']:,} texts read, {counts['kept']:,} kept (dropped: {counts['null']:,} null, "
         f"{counts['empty']:,} empty, {counts['duplicates']:,} repeated){limit}; {counts['truncated']:.1%} were cut off."

@@ -90,6 +90,12 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
         setattr(config, name, rate)
 
 
+def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the ``from_pretrained`` options that say where a configuration is found."""
+    names = ("revision", "cache_dir", "token", "local_files_only")
+    return {name: options[name] for name in names if name in options}
+
+
 class HeadLinear(nn.Linear):
     """Linear layer whose random initialisation depends on its own seed only, not on the global state."""
 
@@ -117,20 +123,20 @@ class ContrastiveHead(nn.Module):
 
     def __init__(self, hidden_size: int, config: ContrastiveConfig) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        if config.pooling == "cls":
-            layers += [HeadLinear(hidden_size, hidden_size, bias=True, seed=config.head_seed), nn.Tanh()]
+        seed = config.head_seed
+        self.pooler = HeadLinear(hidden_size, hidden_size, True, seed) if config.pooling == "cls" else None
+        self.dense = self.projection = None
         if config.head == "mlp":
-            layers += [
-                HeadLinear(hidden_size, hidden_size, bias=False, seed=config.head_seed + 1),
-                nn.ReLU(),
-                HeadLinear(hidden_size, config.projection_dim, bias=False, seed=config.head_seed + 2),
-            ]
-        self.layers = nn.Sequential(*layers)
+            self.dense = HeadLinear(hidden_size, hidden_size, False, seed + 1)
+            self.projection = HeadLinear(hidden_size, config.projection_dim, False, seed + 2)
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """(..., d) embeddings to (..., p) projections of norm 1."""
-        return F.normalize(self.layers(embeddings), dim=-1)
+        if self.pooler is not None:
+            embeddings = torch.tanh(self.pooler(embeddings))
+        if self.dense is not None:
+            embeddings = self.projection(torch.relu(self.dense(embeddings)))
+        return F.normalize(embeddings, dim=-1)
 
 
 class ContrastiveLearningMixin:
@@ -147,7 +153,7 @@ class ContrastiveLearningMixin:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        settings = ContrastiveConfig(**(getattr(config, "contrastive", None) or {}))
+        settings = ContrastiveConfig.from_dict(getattr(config, "contrastive", None) or {})
         config.contrastive = settings.to_dict()
         # The pooler of BERT and RoBERTa belongs to their pretraining task; its weights would only be dead freight.
         setattr(self, self.base_model_prefix, self.backbone_class(config, add_pooling_layer=False))
@@ -157,7 +163,7 @@ class ContrastiveLearningMixin:
     @property
     def contrastive_config(self) -> ContrastiveConfig:
         """The objective's settings as stored in ``config.contrastive``."""
-        return ContrastiveConfig(**self.config.contrastive)
+        return ContrastiveConfig.from_dict(self.config.contrastive)
 
     @classmethod
     def from_pretrained(
@@ -183,8 +189,7 @@ class ContrastiveLearningMixin:
             ValueError: an unknown setting, or one outside its range.
         """
         if config is None:
-            hub = {k: kwargs[k] for k in ("revision", "cache_dir", "token", "local_files_only") if k in kwargs}
-            config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub)
+            config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **_hub_options(kwargs))
         if isinstance(contrastive, ContrastiveConfig):
             config.contrastive = contrastive.to_dict()
         elif contrastive is not None:
@@ -203,7 +208,7 @@ class ContrastiveLearningMixin:
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         project: bool = True,
-        length_buckets: int = 1,
+        bucket_size: int | None = None,
     ) -> ContrastiveModelOutput:
         """Embed a batch of texts, or of V views of each text, in one pass of the encoder.
 
@@ -212,14 +217,14 @@ class ContrastiveLearningMixin:
             attention_mask: the same shape, 1 for tokens; default: all ones.
             token_type_ids: the same shape; default: the backbone's own.
             project: compute the projections as well.
-            length_buckets: sort the rows by length and forward them in this many groups, each only as wide as its
-                longest row. The embeddings are the same; less work goes into padding.
+            bucket_size: sort the rows by length and forward them in groups of this many, each only as wide as its
+                longest row. The embeddings are the same; less work goes into padding. None: all rows at once.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         flat = {k: v.reshape(-1, v.shape[-1]) for k, v in inputs.items() if v is not None}  # each (B * V, L)
-        embeddings = self._embed_in_buckets(flat, length_buckets) if length_buckets > 1 else self._embed(**flat)
+        embeddings = self._embed_in_buckets(flat, bucket_size) if bucket_size else self._embed(**flat)
         embeddings = embeddings.reshape(*input_ids.shape[:-1], -1)
         projections = self.head(embeddings) if project else None
         return ContrastiveModelOutput(embeddings=embeddings, projections=projections)
@@ -234,14 +239,15 @@ class ContrastiveLearningMixin:
         states = output.hidden_states if every_layer else (output.last_hidden_state,)
         return pool(states, attention_mask, pooling)
 
-    def _embed_in_buckets(self, inputs: dict[str, Tensor], length_buckets: int) -> Tensor:
+    def _embed_in_buckets(self, inputs: dict[str, Tensor], bucket_size: int) -> Tensor:
         """As :meth:`_embed`, rows of similar length together, results in the order of the rows."""
         mask = inputs["attention_mask"]
         places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
         widths = (mask * places).amax(dim=1)  # place of the last token, also where padding is on the left
         order = widths.argsort(stable=True)
-        buckets = order.chunk(length_buckets)
-        width_of = [int(widths[rows[-1]]) for rows in buckets]
+        buckets = order.split(bucket_size)
+        # One transfer for all widths: on an accelerator each would wait for the device.
+        width_of = widths[torch.stack([rows[-1] for rows in buckets])].tolist()
         embeddings = torch.cat(
             [
                 self._embed(**{name: tensor[rows, :width] for name, tensor in inputs.items()})
@@ -285,8 +291,7 @@ class AutoModelForContrastiveLearning:
         """
         config = kwargs.pop("config", None)
         if config is None:
-            hub = {k: kwargs[k] for k in ("revision", "cache_dir", "token", "local_files_only") if k in kwargs}
-            config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+            config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **_hub_options(kwargs))
         model_class = cls._for(config, pretrained_model_name_or_path)
         return model_class.from_pretrained(pretrained_model_name_or_path, config=config, **kwargs)
 

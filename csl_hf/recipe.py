@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import time
 from dataclasses import asdict, dataclass, field
@@ -11,12 +12,14 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from csl_hf.arguments import ContrastiveTrainingArguments, DataArguments, ModelArguments
-from csl_hf.checkpoints import OUTDATED_PREFIX, STAGING_PREFIX, find_checkpoint, write_json
+from csl_hf.checkpoints import find_checkpoint, remove_staging
 from csl_hf.configuration import ContrastiveConfig
 from csl_hf.data import CleaningReport, clean_texts, load_texts, take_samples, tokenize_texts
 from csl_hf.export import default_max_seq_length, save_sentence_transformer
+from csl_hf.files import write_json
 from csl_hf.model_card import ModelCardSettings, write_model_card
 from csl_hf.modeling import AutoModelForContrastiveLearning, set_dropout
 from csl_hf.trainer import ContrastiveTrainer, Evaluator
@@ -32,10 +35,13 @@ class RunResult:
 
     Attributes:
         output_dir: the SentenceTransformer folder.
-        before, after: metrics of the backbone and of the trained model, without the ``eval_`` prefix.
+        before, after: metrics of the backbone and of the exported model.
         data: counts of the cleaning, and the share of truncated texts.
-        train_seconds: time of the training loop, with its evaluations and checkpoints.
+        train_seconds: time of the training loop, with its evaluations and checkpoints, since the start or the resume.
+        steps: optimiser steps of the whole run.
+        resumed_from: step of the checkpoint that it was resumed from, 0 if it was not.
         best_step: optimiser step of the exported weights.
+        texts_per_batch, processes: size of the global batch, and of how many processes.
         settings: every argument of the run.
     """
 
@@ -45,7 +51,10 @@ class RunResult:
     data: dict[str, Any]
     train_seconds: float
     steps: int
+    resumed_from: int
     best_step: int
+    texts_per_batch: int
+    processes: int
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,38 +79,29 @@ def run_training(
     Raises:
         FileExistsError: an output folder that is not empty, without overwrite or resume.
         ValueError, FileNotFoundError: unusable arguments or data, each with what to change.
+        FloatingPointError: training diverged.
     """
-    prepare_output_dir(training_args)
+    with training_args.main_process_first(desc="looking at the output folder"):
+        prepare_output_dir(training_args)
     set_seed(training_args.seed)
-    model, tokenizer = load_model(model_args, objective)
-    check_max_length(data_args, model.config, tokenizer)
-    with training_args.main_process_first(desc="reading and tokenising the texts"):
-        dataset, report = load_dataset(data_args, model_args, tokenizer)
-    evaluators = build_evaluators(data_args, model_args.cache_dir)
-    trainer = ContrastiveTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        evaluators=evaluators,
-        max_seq_length=data_args.max_seq_length,
-    )
+    trainer, report = build_trainer(model_args, data_args, objective, training_args)
     if training_args.overwrite_output_dir and training_args.should_save:
         clear_output_dir(training_args)
-    before = _metrics(trainer.evaluate()) if evaluators else {}
+    before = trainer.measure()
+    check_metric(training_args, before)
     start = time.perf_counter()
     output = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    train_seconds = time.perf_counter() - start
-    after = _metrics(trainer.evaluate()) if evaluators else {}
-    best = trainer.state.best_global_step if training_args.load_best_model_at_end else None
     result = RunResult(
         output_dir=str(training_args.output_dir),
         before=before,
-        after=after,
+        after=trainer.measure(),
         data={"source": data_args.train_file, **report.to_dict()},
-        train_seconds=round(train_seconds, 1),
+        train_seconds=round(time.perf_counter() - start, 1),
         steps=output.global_step,
-        best_step=best or output.global_step,
+        resumed_from=trainer.resumed_from,
+        best_step=trainer.loaded_step(),
+        texts_per_batch=training_args.texts_per_batch,
+        processes=training_args.world_size,
         settings={
             "method": method,
             "model": asdict(model_args) | {"token": None},
@@ -116,6 +116,29 @@ def run_training(
     return result, trainer
 
 
+def build_trainer(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    objective: ContrastiveConfig,
+    training_args: ContrastiveTrainingArguments,
+) -> tuple[ContrastiveTrainer, CleaningReport]:
+    """Model, texts and evaluators, read by the main process first, and the trainer around them."""
+    with training_args.main_process_first(desc="reading and tokenising the texts"):
+        model, tokenizer = load_model(model_args, objective)
+        check_max_length(data_args, model.config, tokenizer)
+        dataset, report = load_dataset(data_args, model_args, tokenizer)
+        evaluators = build_evaluators(data_args, model_args.cache_dir)
+    trainer = ContrastiveTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        evaluators=evaluators,
+        max_seq_length=data_args.max_seq_length,
+    )
+    return trainer, report
+
+
 def prepare_output_dir(training_args: ContrastiveTrainingArguments) -> None:
     """Refuse to write into somebody's folder.
 
@@ -127,7 +150,9 @@ def prepare_output_dir(training_args: ContrastiveTrainingArguments) -> None:
     folder = Path(training_args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output_dir {folder} is a file; name a folder.")
-    if find_checkpoint(folder, training_args.resume_from_checkpoint) is not None:
+    if training_args.should_save:
+        remove_staging(folder)
+    if continues_in(training_args):
         return
     if folder.is_dir() and any(folder.iterdir()) and not training_args.overwrite_output_dir:
         raise FileExistsError(
@@ -136,14 +161,30 @@ def prepare_output_dir(training_args: ContrastiveTrainingArguments) -> None:
         )
 
 
+def continues_in(training_args: ContrastiveTrainingArguments) -> bool:
+    """Whether the run resumes from a checkpoint in its own output folder."""
+    checkpoint = find_checkpoint(training_args.output_dir, training_args.resume_from_checkpoint)
+    return checkpoint is not None and Path(checkpoint).resolve().parent == Path(training_args.output_dir).resolve()
+
+
 def clear_output_dir(training_args: ContrastiveTrainingArguments) -> None:
     """Delete an earlier run's checkpoints, which a new run would mix up with its own. Other files stay."""
-    if find_checkpoint(training_args.output_dir, training_args.resume_from_checkpoint) is not None:
-        return
-    folder = Path(training_args.output_dir)
-    for pattern in ("checkpoint-*", STAGING_PREFIX + "*", OUTDATED_PREFIX + "*"):
-        for path in folder.glob(pattern):
+    if not continues_in(training_args):
+        for path in Path(training_args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
             shutil.rmtree(path)
+
+
+def check_metric(training_args: ContrastiveTrainingArguments, measured: dict[str, float]) -> None:
+    """Refuse a metric that no evaluation gives, before training and not after it.
+
+    Raises:
+        ValueError: naming those that there are.
+    """
+    metric = training_args.metric_for_best_model
+    if metric is not None and metric.removeprefix("eval_") not in measured:
+        raise ValueError(
+            f"metric_for_best_model={metric!r} is not measured; there are: {', '.join(measured) or 'no metrics'}."
+        )
 
 
 def load_model(model_args: ModelArguments, objective: ContrastiveConfig):
@@ -165,6 +206,10 @@ def load_model(model_args: ModelArguments, objective: ContrastiveConfig):
         ) from error
     if model_args.dropout is not None:
         set_dropout(config, model_args.dropout)
+    saved = getattr(config, "contrastive", None) or {}
+    changed = [f"{k}: {saved[k]} -> {v}" for k, v in objective.to_dict().items() if k in saved and saved[k] != v]
+    if changed:
+        logger.warning(f"{name} was trained with other settings than this run: {', '.join(changed)}.")
     model = AutoModelForContrastiveLearning.from_pretrained(name, config=config, contrastive=objective, **hub)
     return model, tokenizer
 
@@ -184,21 +229,32 @@ def check_max_length(data_args: DataArguments, config: Any, tokenizer: PreTraine
             )
 
 
+def read_source(data_args: DataArguments, cache_dir: str | None = None) -> Dataset:
+    """The texts of ``--train_file`` as they are, before cleaning."""
+    sources = data_args.train_file
+    return load_texts(
+        sources if len(sources) > 1 else sources[0],
+        text_column=data_args.text_column,
+        split=data_args.train_split,
+        encoding=data_args.encoding,
+        cache_dir=cache_dir,
+        num_proc=data_args.preprocessing_num_workers,
+    )
+
+
 def load_dataset(
     data_args: DataArguments, model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Dataset, CleaningReport]:
     """Read, clean, cut to ``max_train_samples`` and tokenise the training texts."""
     workers = data_args.preprocessing_num_workers
-    texts = load_texts(
-        data_args.train_file if len(data_args.train_file) > 1 else data_args.train_file[0],
-        text_column=data_args.text_column,
-        split=data_args.train_split,
-        encoding=data_args.encoding,
-        cache_dir=model_args.cache_dir,
-        num_proc=workers,
-    )
+    texts = read_source(data_args, model_args.cache_dir)
     texts, report = clean_texts(texts)
-    texts = take_samples(texts, data_args.max_train_samples)
+    # Drawn at random, because sources are often in some order (the built-in corpus in that of module names).
+    texts = take_samples(texts, data_args.max_train_samples, seed=0)
+    if len(texts) < 2:
+        raise ValueError(
+            f"--max_train_samples {data_args.max_train_samples} leaves nothing to contrast; use 2 or more."
+        )
     dataset, report.truncated = tokenize_texts(
         texts, tokenizer, data_args.max_length, num_proc=workers, cache_dir=model_args.cache_dir
     )
@@ -214,11 +270,19 @@ def build_evaluators(data_args: DataArguments, cache_dir: str | None = None) -> 
 
     evaluators: dict[str, Evaluator] = {}
     if data_args.eval_sts_file is not None:
-        evaluators["stsb_dev"] = StsEvaluator(*load_sts(data_args.eval_sts_file), name="stsb_dev")
+        name = sts_name(data_args.eval_sts_file)
+        evaluators[name] = StsEvaluator(*load_sts(data_args.eval_sts_file), name=name)
     if data_args.eval_sts_file is None or BUILTIN in data_args.train_file:
         pairs = load_builtin_retrieval(num_proc=data_args.preprocessing_num_workers, cache_dir=cache_dir)
         evaluators["retrieval"] = RetrievalEvaluator(pairs.queries, pairs.documents, name="retrieval")
     return evaluators
+
+
+def sts_name(source: str) -> str:
+    """Name of its metric: ``stsb_dev`` for ``.../stsb-dev.tsv`` and for the Hub's ``sentence-transformers/stsb``."""
+    if Path(source).exists():
+        return re.sub(r"\W+", "_", Path(source).name.split(".")[0])
+    return re.sub(r"\W+", "_", source.split("/")[-1]) + "_dev"
 
 
 def save_run(result: RunResult, trainer: ContrastiveTrainer, method: str, command: str | None) -> None:
@@ -231,10 +295,3 @@ def save_run(result: RunResult, trainer: ContrastiveTrainer, method: str, comman
     plot_training_log(trainer.state.log_history, folder / "training_log.png")
     write_json(folder / "run_results.json", asdict(result))
     write_model_card(folder, ModelCardSettings.from_run(result, method, command))
-
-
-def _metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Without prefix and bookkeeping."""
-    return {
-        name.removeprefix("eval_"): value for name, value in metrics.items() if name not in ("eval_runtime", "epoch")
-    }

@@ -12,24 +12,25 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 from transformers.utils import logging
 
 from csl_hf.arguments import ContrastiveTrainingArguments
 from csl_hf.checkpoints import (
     RUN_IDENTITY_NAME,
     check_identity,
+    checkpoint_step,
     find_checkpoint,
     publish,
     remove_staging,
     run_identity,
     staging_folder,
-    write_json,
 )
 from csl_hf.data import ContrastiveCollator
 from csl_hf.distributed import gather, gather_with_gradient
 from csl_hf.evaluation.analysis import embedding_statistics
 from csl_hf.export import add_sentence_transformer_files, live_sentence_transformer
+from csl_hf.files import write_json
 from csl_hf.objectives import contrastive_losses
 
 logger = logging.get_logger(__name__)
@@ -40,8 +41,8 @@ Evaluator = Callable[..., dict[str, float]]
 class ContrastiveTrainer(Trainer):
     """Trains a contrastive model on unlabelled texts.
 
-    Both views of each text go through the encoder in one forward pass; embeddings of all processes are gathered,
-    and every process computes the same losses on the same global batch.
+    Both views of each text go through the encoder in one call (on a CPU in small groups of similar length). The
+    embeddings of all processes are gathered, and every process computes the same losses on the same global batch.
 
     Args:
         model: a model of :mod:`csl_hf.modeling`.
@@ -77,11 +78,15 @@ class ContrastiveTrainer(Trainer):
             )
         self.objective = model.contrastive_config
         self._check_batch_size(args)
-        check_dropout(model)
+        if "views" not in getattr(train_dataset, "column_names", ()):
+            check_dropout(model)
+        if processing_class is None:
+            raise ValueError("processing_class is missing: give the tokenizer, which batches and saved folders need.")
         self.evaluators = dict(evaluators or {})
         self._choose_best_metric(args)
         self.max_seq_length = max_seq_length
-        self._logged_losses: dict[str, list[float]] = {}
+        self.resumed_from = 0
+        self._logged_losses: dict[str, list[Tensor]] = {}
         super().__init__(
             model=model,
             args=args,
@@ -128,26 +133,18 @@ class ContrastiveTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As the parent's, with ``head_learning_rate`` for the contrastive head."""
-        if self.optimizer is None and self.args.head_learning_rate is not None:
-            model = self.model if model is None else model
-            decaying = set(self.get_decay_parameter_names(model))
-            groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    groups.setdefault(("head" in name.split("."), name in decaying), []).append(parameter)
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = optimizer_class(
-                [
-                    {
-                        "params": parameters,
-                        "lr": self.args.head_learning_rate if in_head else self.args.learning_rate,
-                        "weight_decay": self.args.weight_decay if decays else 0.0,
-                    }
-                    for (in_head, decays), parameters in sorted(groups.items(), key=lambda item: item[0])
-                ],
-                **options,
-            )
-        return super().create_optimizer(model)
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        rate = self.args.head_learning_rate
+        if is_new and rate is not None:
+            named = (self.model if model is None else model).named_parameters()
+            head = {id(parameter) for name, parameter in named if "head" in name.split(".")}
+            for group in list(optimizer.param_groups):
+                in_head = [parameter for parameter in group["params"] if id(parameter) in head]
+                if in_head:
+                    group["params"] = [parameter for parameter in group["params"] if id(parameter) not in head]
+                    optimizer.add_param_group({**group, "params": in_head, "lr": rate})
+        return optimizer
 
     def compute_loss(
         self,
@@ -163,8 +160,10 @@ class ContrastiveTrainer(Trainer):
         """
         inputs = dict(inputs)
         text_ids, rows = inputs.pop("text_id", None), inputs.pop("row", None)
-        outputs = model(**inputs, project=False, length_buckets=self.args.length_buckets)
+        outputs = model(**inputs, project=False, bucket_size=self.args.rows_per_bucket)
         embeddings = gather_with_gradient(outputs.embeddings)  # (M, V, d)
+        if not torch.isfinite(embeddings).all():
+            self._stop("The embeddings", rows)
         if text_ids is not None:
             text_ids = gather(text_ids)
         self._warn_of_few_neighbors(len(embeddings))
@@ -172,7 +171,7 @@ class ContrastiveTrainer(Trainer):
         losses = contrastive_losses(embeddings, head, self.objective, text_ids, self._step_generator())
         loss = self._weighted_sum(losses)
         if not torch.isfinite(loss):
-            self._stop_on_loss(losses, rows)
+            self._stop("The loss", rows, losses)
         self._remember(losses, embeddings)
         return (loss, outputs) if return_outputs else loss
 
@@ -198,13 +197,15 @@ class ContrastiveTrainer(Trainer):
                 "it uses those it has."
             )
 
-    def _stop_on_loss(self, losses: dict[str, Tensor], rows: Tensor | None) -> None:
-        values = ", ".join(f"{name}={value.item()}" for name, value in losses.items())
-        ids = "" if rows is None else f" Rows of the training source in this batch: {gather(rows).tolist()}."
+    def _stop(self, what: str, rows: Tensor | None, losses: dict[str, Tensor] | None = None) -> None:
+        values = ", ".join(f"{name}={value.item()}" for name, value in (losses or {}).items())
+        last = get_last_checkpoint(self.args.output_dir)
         raise FloatingPointError(
-            f"The loss of step {self.state.global_step + 1} is not finite ({values}). The weights were not changed by "
-            f"it, and the last checkpoint in {self.args.output_dir} is whole. Lower the learning rate or --radius, or "
-            f"train in bf16 instead of fp16.{ids}"
+            f"{what} of step {self.state.global_step + 1} became not finite{f' ({values})' if values else ''}; the "
+            f"weights were not changed by this step. "
+            + (f"The last checkpoint, {last}, is whole. " if last else "No checkpoint has been written yet. ")
+            + "Lower the learning rate or --radius, or train in bf16 instead of fp16."
+            + ("" if rows is None else f" Rows of the training source in this batch: {gather(rows).tolist()}.")
         )
 
     # Logging
@@ -232,22 +233,32 @@ class ContrastiveTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Run every evaluator on a SentenceTransformer that shares the live weights.
-
-        The main process evaluates, the others wait for its figures, so that all agree on the best checkpoint.
+        """:meth:`measure`, logged and reported to the callbacks as the parent's is.
 
         Returns:
             The metrics, each name prefixed with ``eval_``.
+
+        Raises:
+            ValueError: an ``eval_dataset``: what is measured are the trainer's evaluators.
         """
+        if eval_dataset is not None:
+            raise ValueError("evaluate() takes no eval_dataset here; give the trainer evaluators instead.")
         start = time.perf_counter()
-        results = [self._run_evaluators() if self.is_world_process_zero() else {}]
-        if self.args.world_size > 1:
-            broadcast_object_list(results)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in results[0].items()}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.measure().items()}
         metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - start, 2)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def measure(self) -> dict[str, float]:
+        """Run every evaluator on a SentenceTransformer that shares the live weights.
+
+        The main process evaluates, the others wait for its figures, so that all agree on the best checkpoint.
+        """
+        results = [self._run_evaluators() if self.is_world_process_zero() else {}]
+        if self.args.world_size > 1:
+            broadcast_object_list(results)
+        return results[0]
 
     def _run_evaluators(self) -> dict[str, float]:
         from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
@@ -273,22 +284,32 @@ class ContrastiveTrainer(Trainer):
             FileNotFoundError: no checkpoint to resume from.
             ValueError: a checkpoint of another run.
         """
-        checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
-        if checkpoint is not None:
-            check_identity(checkpoint, self._identity())
         if self.args.should_save:
             remove_staging(self.args.output_dir)
+        self.accelerator.wait_for_everyone()
+        checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
+        self._identity = run_identity(self.accelerator.unwrap_model(self.model), self.train_dataset, self.args)
+        if checkpoint is not None:
+            check_identity(checkpoint, self._identity)
+            self.resumed_from = checkpoint_step(checkpoint)
         return super().train(resume_from_checkpoint=checkpoint, **kwargs)
 
-    def _identity(self) -> dict[str, Any]:
-        texts_per_step = self.args.texts_per_batch * self.args.gradient_accumulation_steps
-        return run_identity(
-            self.accelerator.unwrap_model(self.model), self.train_dataset, texts_per_step, self.args.seed
-        )
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # Killed after its last checkpoint, a run has nothing left to train; the parent would take one step more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def loaded_step(self) -> int:
+        """Optimiser step of the weights that the model holds after training: the best checkpoint's, or the last."""
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        return self.state.global_step if best is None else checkpoint_step(best)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # The parent writes into the final folder, which a kill or a full disk would leave half-written. Here every
         # process writes into a staging folder that is renamed at the end; only then are older checkpoints deleted.
+        self._refuse_broken_weights()
         self.store_flos()
         run_dir = Path(self._get_output_dir(trial=trial))
         checkpoint = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -317,7 +338,18 @@ class ContrastiveTrainer(Trainer):
                 output_dir=str(run_dir),
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
+                # by time, not by step: after resuming an early checkpoint the newest has not the highest number
+                use_mtime=True,
             )
+
+    def _refuse_broken_weights(self) -> None:
+        """A finite loss can have a gradient that is not: never let its weights replace a good checkpoint."""
+        for name, parameter in self.model.named_parameters():
+            if not torch.isfinite(parameter).all():
+                raise FloatingPointError(
+                    f"After step {self.state.global_step} the weight {name} is not finite, so no checkpoint was "
+                    f"written; those in {self.args.output_dir} are from before. Lower the learning rate or --radius."
+                )
 
     def _save_trainer_state(self, folder: Path) -> None:
         from transformers.trainer_callback import ExportableState
@@ -330,7 +362,7 @@ class ContrastiveTrainer(Trainer):
                     stored.append(state)
                 else:
                     self.state.stateful_callbacks[name] = state
-        write_json(folder / RUN_IDENTITY_NAME, self._identity())
+        write_json(folder / RUN_IDENTITY_NAME, self._identity)
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

@@ -11,7 +11,6 @@ from conftest import tiny_model
 from datasets import Dataset
 from transformers import TrainerCallback
 
-import csl_hf.trainer
 from csl_hf.arguments import ContrastiveTrainingArguments
 from csl_hf.distributed import gather, gather_with_gradient
 from csl_hf.modeling import set_dropout
@@ -78,7 +77,6 @@ def gather_unevenly() -> dict:
 if __name__ == "__main__":
     from transformers import AutoTokenizer
 
-    csl_hf.trainer.check_dropout = lambda model: None
     folder = Path(sys.argv[1])
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
     found = {gradient: train(folder, gradient, tokenizer) for gradient in ("reference", "paper")}

@@ -25,6 +25,14 @@ def test_yaml_is_read_and_the_command_line_wins(tmp_path):
         assert training.per_device_train_batch_size == 64
 
 
+def test_yaml_habits_mean_what_they_say(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("eval_strategy: no\ntrain_file: my.txt\nbf16: false\ntext_column: null\nradius: 2\n")
+    _, data, objective, training = parse_arguments(TYPES, [str(config), "--output_dir", str(tmp_path)])
+    assert training.eval_strategy == "no" and data.train_file == ["my.txt"]
+    assert isinstance(objective.radius, float) and data.text_column is None
+
+
 def test_json_and_default_config(tmp_path):
     default = tmp_path / "default.json"
     default.write_text('{"max_length": 48, "num_neighbors": 5}')
@@ -34,7 +42,12 @@ def test_json_and_default_config(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("learnin_rate: 1\nradius: 2\n", "unknown arguments: learnin_rate"), ("- a\n", "holds a list")],
+    [
+        ("learnin_rate: 1\nradius: 2\n", "unknown arguments: learnin_rate"),
+        ("- a\n", "holds a list"),
+        ("radius: [1\n", "cannot be read"),
+        ("num_neighbors:\n", "num_neighbors: the value is empty"),
+    ],
 )
 def test_unusable_config_is_named(tmp_path, content, message):
     config = tmp_path / "run.yaml"

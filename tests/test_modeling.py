@@ -71,16 +71,16 @@ def test_dropout_makes_the_views_differ_in_training_only():
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({}, ["layers.0.weight", "layers.2.weight"]),
+        ({}, ["dense.weight", "projection.weight"]),
         ({"head": "none"}, []),
-        ({"pooling": "cls", "head": "none"}, ["layers.0.weight", "layers.0.bias"]),
-        ({"pooling": "cls"}, ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.4.weight"]),
+        ({"pooling": "cls", "head": "none"}, ["pooler.weight", "pooler.bias"]),
+        ({"pooling": "cls"}, ["pooler.weight", "pooler.bias", "dense.weight", "projection.weight"]),
     ],
 )
 def test_head_has_the_layers_of_the_recipe(options, names):
     model = tiny_model(**options)
     assert [name for name, _ in model.head.named_parameters()] == names
-    assert not any("pooler" in name for name in model.state_dict())
+    assert not any(name.startswith("roberta.pooler") for name in model.state_dict())
 
 
 @pytest.fixture()
@@ -111,10 +111,15 @@ def test_plain_backbone_gets_a_fresh_and_reproducible_head(masked_lm):
         assert a.std() > 0.05
 
 
+def test_unknown_setting_is_named(masked_lm):
+    with pytest.raises(ValueError, match="Unknown contrastive settings poolin; known are pooling"):
+        RobertaForContrastiveLearning.from_pretrained(masked_lm[0], contrastive={"poolin": "max"})
+
+
 def test_saved_model_keeps_weights_and_settings(tmp_path):
     model = tiny_model(pooling="max", radius=0.7, num_neighbors=3)
     with torch.no_grad():
-        model.head.layers[0].weight.mul_(3)
+        model.head.dense.weight.mul_(3)
     model.save_pretrained(tmp_path)
     again = AutoModelForContrastiveLearning.from_pretrained(tmp_path)
     assert again.contrastive_config == model.contrastive_config
@@ -165,7 +170,7 @@ def test_further_backbone_is_two_lines_and_a_registration(monkeypatch):
 
 
 @pytest.mark.parametrize("padding_side", ["right", "left"])
-def test_length_buckets_change_nothing_but_the_padding(padding_side):
+def test_buckets_change_nothing_but_the_padding(padding_side):
     model = tiny_model().eval()
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, 20, (24,), generator=generator)
@@ -179,9 +184,9 @@ def test_length_buckets_change_nothing_but_the_padding(padding_side):
     hook = model.roberta.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    bucketed = model(ids.view(12, 2, 20), mask.view(12, 2, 20), length_buckets=4)
+    bucketed = model(ids.view(12, 2, 20), mask.view(12, 2, 20), bucket_size=5)
     hook.remove()
-    assert len(widths) == 4 and (padding_side == "left" or widths[0] < widths[-1])
+    assert len(widths) == 5 and (padding_side == "left" or widths[0] < widths[-1])
     torch.testing.assert_close(bucketed.embeddings, whole.embeddings, atol=1e-5, rtol=1e-4)
     assert (whole.embeddings[0] - whole.embeddings[1]).abs().max() > 1e-3
 

@@ -50,7 +50,7 @@ dataloader_pin_memory: false
 def inputs(tmp_path_factory, tiny_backbone, sentences):
     """Training texts with a repeated and an empty line, STS pairs, and a config that names them."""
     folder = tmp_path_factory.mktemp("inputs")
-    train, sts, config = folder / "train.txt", folder / "dev.tsv", folder / "run.yaml"
+    train, sts, config = folder / "train.txt", folder / "stsb-dev.tsv", folder / "run.yaml"
     train.write_text("\n".join([*sentences, sentences[0], ""]) + "\n")
     pairs = [f"{i % 6}\t{a}\t{b}" for i, (a, b) in enumerate(zip(sentences, sentences[::-1], strict=True))]
     sts.write_text("\n".join(["score\tsentence1\tsentence2", *pairs]) + "\n")
@@ -100,13 +100,17 @@ def test_exported_weights_are_those_of_the_best_checkpoint(finished, inputs):
     folder, _ = finished
     results = json.loads((folder / "run_results.json").read_text())
     log = json.loads((folder / "training_log.json").read_text())
-    by_step = {e["step"]: e["eval_stsb_dev_spearman"] for e in log if "eval_stsb_dev_spearman" in e and e["step"] < 12}
+    by_step = {e["step"]: e["eval_stsb_dev_spearman"] for e in log if "eval_stsb_dev_spearman" in e}
     evaluator = StsEvaluator(*read_sts_file(inputs["sts"]), name="stsb_dev")
     exported = evaluator(SentenceTransformer(str(folder), device="cpu").encode)["stsb_dev_spearman"]
     assert exported == pytest.approx(results["after"]["stsb_dev_spearman"], abs=1e-3)
-    trained = {step: value for step, value in by_step.items() if step > 0}
-    assert results["after"]["stsb_dev_spearman"] >= max(trained.values()) - 1e-6
-    assert results["best_step"] in (3, 6, 9, 12)
+    best = max(by_step, key=by_step.get)
+    assert results["best_step"] == best
+    assert results["after"]["stsb_dev_spearman"] == pytest.approx(by_step[best], abs=1e-6)
+    assert len(set(by_step.values())) == 4
+    exported = load_file(folder / "model.safetensors")
+    saved = load_file(folder / f"checkpoint-{best}" / "model.safetensors")
+    assert all(torch.equal(value, saved[f"roberta.{name}"]) for name, value in exported.items())
 
 
 @pytest.mark.slow
@@ -199,6 +203,12 @@ def test_info_nce_with_other_poolings_exports_what_it_trained(inputs, tmp_path, 
         ({"model": {"dropout": 0.0}}, ValueError, "drops nothing in training"),
         ({"objective": {"num_neighbors": 16}}, ValueError, "num_neighbors=16 needs at least 17"),
         ({"data": {"eval_sts_file": "nowhere.tsv"}}, FileNotFoundError, "nowhere.tsv"),
+        ({"data": {"max_train_samples": 1}}, ValueError, "--max_train_samples 1"),
+        (
+            {"metric_for_best_model": "stsb_accuracy", "greater_is_better": True},
+            ValueError,
+            "'stsb_accuracy' is not measured; there are: stsb_dev_spearman",
+        ),
     ],
 )
 def test_unusable_input_is_named_before_anything_is_written(inputs, tmp_path, change, error, message):
@@ -228,6 +238,40 @@ def test_overwriting_replaces_checkpoints_and_leaves_other_files(inputs, tmp_pat
     run(inputs, folder, overwrite_output_dir=True, **options)
     assert sorted(p.name for p in folder.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_resuming_elsewhere_needs_an_empty_folder(inputs, tmp_path):
+    options = dict(save_strategy="steps", save_steps=1)
+    run(inputs, tmp_path / "first", **options)
+    checkpoint = str(tmp_path / "first" / "checkpoint-1")
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        run(inputs, tmp_path / "second", resume_from_checkpoint=checkpoint, **options)
+    result, _ = run(inputs, tmp_path / "third", resume_from_checkpoint=checkpoint, **options)
+    assert (result.resumed_from, result.steps) == (1, 2)
+    assert "since it was resumed at step 1" in (tmp_path / "third" / "README.md").read_text()
+    first, third = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "third"))
+    assert all(torch.equal(first[key], third[key]) for key in first)
+
+
+def test_other_settings_than_the_checkpoints_are_warned_of(inputs, tmp_path, caplog):
+    result, trainer = run(inputs, tmp_path / "first", objective={"pooling": "max"})
+    trainer.model.save_pretrained(tmp_path / "saved")
+    trainer.processing_class.save_pretrained(tmp_path / "saved")
+    caplog.clear()
+    load_model(ModelArguments(model_name_or_path=str(tmp_path / "saved")), ContrastiveConfig())
+    assert "pooling: max -> mean" in caplog.text
+
+
+def test_command_in_the_card_holds_no_token(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    from common import command_line
+
+    arguments = ["run.py", "--token", "hf_secret", "--hub_token=hf_secret", "--hub-token", "hf_secret", "--seed", "3"]
+    line = command_line(arguments, processes=1)
+    assert "secret" not in line and line.startswith("accelerate launch run.py --token ...") and "--seed 3" in line
+    assert command_line(["run.py"], processes=2) == "torchrun --nproc_per_node 2 run.py"
 
 
 def test_output_dir_that_is_a_file_is_refused(tmp_path):

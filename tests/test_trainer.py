@@ -13,7 +13,6 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from transformers import TrainerCallback
 
-import csl_hf.trainer
 from csl_hf.arguments import ContrastiveTrainingArguments
 from csl_hf.checkpoints import find_checkpoint
 from csl_hf.data import tokenize_texts
@@ -135,8 +134,7 @@ def views_without_dropout(dataset) -> Dataset:
     return Dataset.from_dict({"views": views, "text_id": dataset["text_id"], "row": dataset["row"]})
 
 
-def test_two_accumulation_steps_are_the_mean_of_two_single_ones(make_trainer, dataset, monkeypatch):
-    monkeypatch.setattr(csl_hf.trainer, "check_dropout", lambda model: None)
+def test_two_accumulation_steps_are_the_mean_of_two_single_ones(make_trainer, dataset):
     data = views_without_dropout(dataset).select(range(16))
     contrastive = {"neighborhood_weight": 0.0}
 
@@ -173,7 +171,7 @@ def test_same_seed_same_run_and_other_seed_another(make_trainer):
 
     first = run(1)
     assert_equal_weights(first, run(1))
-    assert not torch.equal(first["head.layers.0.weight"], run(2)["head.layers.0.weight"])
+    assert not torch.equal(first["head.dense.weight"], run(2)["head.dense.weight"])
 
 
 class Killed(BaseException):
@@ -203,7 +201,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(make_trainer, accumu
     fresh = weights(resumed)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 9
-    assert not torch.equal(fresh["head.layers.0.weight"], weights(resumed)["head.layers.0.weight"])
+    assert not torch.equal(fresh["head.dense.weight"], weights(resumed)["head.dense.weight"])
     assert_equal_weights(weights(whole), weights(resumed))
     states = [t.optimizer.state_dict()["state"] for t in (whole, resumed)]
     for key in states[0]:
@@ -276,19 +274,82 @@ def test_evaluation_sees_the_live_weights_and_leaves_training_mode(make_trainer,
     assert trainer.state.log_history[-1]["eval_probe_value"] == after["eval_probe_value"]
 
 
-def test_loss_that_is_not_finite_stops_with_step_and_rows(make_trainer):
-    class Poison(TrainerCallback):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 3:
-                with torch.no_grad():
-                    model.head.layers[0].weight.fill_(math.nan)
+class Poison(TrainerCallback):
+    """Makes one weight NaN before step 4."""
 
-    trainer = make_trainer(save_strategy="steps", save_steps=2, callbacks=[Poison()])
-    with pytest.raises(FloatingPointError, match=r"loss of step 4 is not finite \(nt_xent=nan.*Rows.*\[1\d\d, 1\d\d"):
+    def __init__(self, name):
+        self.name = name
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3:
+            with torch.no_grad():
+                model.get_parameter(self.name).fill_(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("head.dense.weight", r"The loss of step 4 became not finite \(nt_xent=nan"),
+        ("roberta.encoder.layer.1.output.dense.weight", "The embeddings of step 4 became not finite"),
+    ],
+)
+def test_values_that_are_not_finite_stop_with_step_and_rows(make_trainer, name, what):
+    trainer = make_trainer(save_strategy="steps", save_steps=2, callbacks=[Poison(name)])
+    with pytest.raises(FloatingPointError, match=what + r".*checkpoint-2, is whole.*Rows.*\[1\d\d, 1\d\d"):
         trainer.train()
     assert Path(find_checkpoint(trainer.args.output_dir, True)).name == "checkpoint-2"
-    for name, value in trainer.model.named_parameters():
-        assert torch.isfinite(value).all() or name == "head.layers.0.weight"
+    for other, value in trainer.model.named_parameters():
+        assert torch.isfinite(value).all() or other == name
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(make_trainer):
+    class PoisonAfterStep(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 4:
+                with torch.no_grad():
+                    model.head.dense.weight[0, 0] = math.inf
+
+    trainer = make_trainer(save_strategy="steps", save_steps=2, save_total_limit=1, callbacks=[PoisonAfterStep()])
+    with pytest.raises(FloatingPointError, match="After step 4 the weight head.dense.weight is not finite"):
+        trainer.train()
+    assert [path.name for path in Path(trainer.args.output_dir).iterdir()] == ["checkpoint-2"]
+
+
+def test_rotation_keeps_the_newest_checkpoint_not_the_highest_number(make_trainer):
+    options = dict(save_strategy="steps", save_steps=2)
+    trainer = make_trainer(**options)
+    trainer.train()
+    folder = Path(trainer.args.output_dir)
+    again = make_trainer(save_total_limit=2, callbacks=[Kill(5)], **options)
+    with pytest.raises(Killed):
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert "checkpoint-4" in {path.name for path in folder.iterdir()}
+    assert (folder / "checkpoint-4").stat().st_mtime > (folder / "checkpoint-6").stat().st_mtime
+
+
+def test_checkpoint_that_was_being_replaced_is_put_back(make_trainer):
+    """Killed between moving the old folder away and the new one in."""
+    options = dict(save_strategy="steps", save_steps=2)
+    whole = make_trainer(**options)
+    whole.train()
+    folder = Path(whole.args.output_dir)
+    (folder / "checkpoint-6").rename(folder / ".replaced-checkpoint-6")
+    (folder / ".saving-checkpoint-6").mkdir()
+    resumed = make_trainer(**options)
+    resumed.train(resume_from_checkpoint=True)
+    assert {path.name for path in folder.iterdir()} == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert_equal_weights(weights(whole), weights(resumed))
+
+
+def test_evaluating_does_not_disturb_training(make_trainer):
+    plain = make_trainer("plain")
+    plain.train()
+    evaluated = make_trainer(
+        "evaluated", evaluators={"probe": Steepness()}, eval_strategy="steps", eval_steps=1, save_strategy="steps"
+    )
+    evaluated.train()
+    assert sum("eval_probe_value" in entry for entry in evaluated.state.log_history) == 6
+    assert_equal_weights(weights(plain), weights(evaluated))
 
 
 def test_full_disk_while_saving_keeps_the_last_checkpoint(make_trainer, monkeypatch):
@@ -324,8 +385,11 @@ def test_resume_refuses_other_data_model_or_settings(make_trainer, dataset):
     for change, message in (
         (dict(data=dataset.select(range(40))), r"data: \{'texts': 64.*'texts': 40"),
         (dict(contrastive={"radius": 0.9}), "model: .*'radius': 0.3.*'radius': 0.9"),
-        (dict(global_batch_size=16), "texts_per_step: 8 then, 16 now"),
-        (dict(seed=4), "seed: 3 then, 4 now"),
+        (dict(global_batch_size=16), "texts_per_batch: 8 then, 16 now"),
+        (dict(global_batch_size=16, gradient_accumulation_steps=2), "gradient_accumulation_steps: 1 then, 2 now"),
+        (dict(bucket_size=0), "bucket_size: 32 then, 0 now"),
+        (dict(bf16=True), "precision: fp32 then, bf16 now"),
+        (dict(seed=4), r"seed: \[3, 3\] then, \[4, 4\] now"),
     ):
         trainer = make_trainer(**options | change)
         with pytest.raises(ValueError, match=message):
@@ -375,7 +439,7 @@ def test_last_small_batch_uses_the_neighbors_it_has(make_trainer, dataset):
     before = weights(trainer)
     trainer.train()
     assert trainer.state.global_step == 2
-    assert not torch.equal(before["head.layers.0.weight"], trainer.model.head.layers[0].weight)
+    assert not torch.equal(before["head.dense.weight"], trainer.model.head.dense.weight)
 
 
 def test_equal_texts_in_a_batch_do_not_repel_each_other(make_trainer, dataset, monkeypatch):
@@ -393,14 +457,20 @@ def test_equal_texts_in_a_batch_do_not_repel_each_other(make_trainer, dataset, m
 
 @pytest.mark.parametrize("options", [{"bf16": True}, {"gradient_checkpointing": True}])
 def test_mixed_precision_and_activation_checkpointing_train(make_trainer, options):
-    exact, trainer = make_trainer(max_steps=4), make_trainer(max_steps=4, **options)
-    before = weights(trainer)
+    exact, trainer = make_trainer(max_steps=4, logging_steps=1), make_trainer(max_steps=4, logging_steps=1, **options)
     exact.train()
     trainer.train()
     losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (exact, trainer)]
-    assert losses[0] == pytest.approx(losses[1], rel=0.1)
+    assert losses[0] == pytest.approx(losses[1], rel=0.3)
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
-    assert not torch.equal(
-        before["roberta.embeddings.word_embeddings.weight"],
-        trainer.model.roberta.embeddings.word_embeddings.weight,
-    )
+    if "bf16" in options:
+        assert losses[0] != losses[1]
+    else:
+        assert losses[0] == losses[1] and trainer.model.is_gradient_checkpointing
+
+
+def test_trainer_says_what_it_lacks(make_trainer, tmp_path):
+    with pytest.raises(ValueError, match="processing_class is missing"):
+        ContrastiveTrainer(tiny_model(), arguments(tmp_path))
+    with pytest.raises(ValueError, match="takes no eval_dataset"):
+        make_trainer().evaluate(eval_dataset=[1])

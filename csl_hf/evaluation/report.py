@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from csl_hf.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,6 @@ def plot_training_log(log_history: Sequence[Mapping[str, Any]], path: str | Path
         axes.grid(alpha=0.3)
         if len(series) > 1:
             axes.legend()
-    temporary = Path(f"{path}.tmp")
-    figure.savefig(temporary, format="png", dpi=100)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=100)
     return True
