@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 
 @dataclass
@@ -138,6 +139,17 @@ class ContrastiveTrainingArguments(TrainingArguments):
                 f"metric_for_best_model={self.metric_for_best_model!r} was given without a direction. Add "
                 "--greater_is_better True if a higher value is better, False if a lower one is (e.g. uniformity)."
             )
+        if self.greater_is_better is not None and self.metric_for_best_model is None:
+            raise ValueError("greater_is_better was given without metric_for_best_model; name the metric as well.")
+        for name, low in (("gradient_accumulation_steps", 1), ("bucket_size", 0), ("global_batch_size", 1)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"{name}={value} must be at least {low}.")
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size=True would change the number of negatives behind your back. Leave it out and "
+                "lower --global_batch_size instead."
+            )
         chosen = self.metric_for_best_model
         super().__post_init__()
         if chosen is None:
@@ -190,6 +202,10 @@ def parse_arguments(
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         arguments.insert(0, "--config")
+    given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    repeated = sorted({name for name in given if given.count(name) > 1})
+    if repeated:
+        raise ValueError(f"{', '.join(repeated)} is given twice. Put several values behind one: --train_file a b")
     config_parser = ArgumentParser(add_help=False, allow_abbrev=False)
     config_parser.add_argument(
         "--config",
@@ -216,15 +232,15 @@ def read_config(path: str | Path, parser: HfArgumentParser) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"--config {path} does not exist; expected a YAML or JSON file of arguments.")
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"--config {path} holds a {type(values).__name__}; expected `argument: value` lines.")
     actions = {action.dest: action for action in parser._actions}
-    unknown = sorted(set(values) - set(actions))
+    unknown = sorted(map(str, set(values) - (set(actions) - {"config", "help"})))
     if unknown:
         raise ValueError(f"--config {path} has unknown arguments: {', '.join(unknown)}. `--help` lists the known ones.")
     return {name: _as_typed(value, actions[name], f"--config {path}, {name}") for name, value in values.items()}
@@ -236,5 +252,14 @@ def _as_typed(value: Any, action: Action, where: str) -> Any:
         raise ValueError(f"{where}: the value is empty. Give one, or leave the line out.")
     if value is False and action.choices is not None and "no" in action.choices:
         return "no"  # YAML reads a bare `no` as false
+    takes_boolean = isinstance(action.default, bool) or action.type is string_to_bool
+    if isinstance(value, bool) and not takes_boolean:
+        raise ValueError(f"{where}: {value} is a truth value; expected {_name(action.type)}. Quote it if it is a word.")
+    if isinstance(value, list) and (action.nargs not in ("+", "*") or not value):
+        raise ValueError(f"{where}: got the list {value}; expected {_name(action.type)}.")
     # argparse converts and checks defaults only if they are strings.
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__name__", "a value")

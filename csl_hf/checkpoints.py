@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from csl_hf.arguments import ContrastiveTrainingArguments
 from csl_hf.files import STAGING_PREFIX
@@ -21,6 +24,7 @@ from csl_hf.modeling import DROPOUT_NAMES
 
 RUN_IDENTITY_NAME = "csl_hf_run.json"
 OUTDATED_PREFIX = ".replaced-"
+_OTHER_CHECKPOINT = "Name an earlier checkpoint-N folder with --resume_from_checkpoint, or start anew."
 
 
 def staging_folder(checkpoint: str | Path) -> Path:
@@ -49,9 +53,13 @@ def publish(staging: Path, checkpoint: Path) -> None:
 
 def remove_staging(output_dir: str | Path) -> None:
     """Delete what a killed run left half-written, and put back what it was about to replace."""
-    for path in Path(output_dir).glob(STAGING_PREFIX + "*"):
-        shutil.rmtree(path)
-    for path in Path(output_dir).glob(OUTDATED_PREFIX + "*"):
+    folders = [path for path in Path(output_dir).glob(".*") if path.is_dir() and not path.is_symlink()]
+    for path in folders:
+        if path.name.startswith(STAGING_PREFIX):
+            shutil.rmtree(path)
+    for path in folders:
+        if not path.name.startswith(OUTDATED_PREFIX):
+            continue
         original = path.with_name(path.name.removeprefix(OUTDATED_PREFIX))
         if original.exists():
             shutil.rmtree(path)
@@ -75,6 +83,7 @@ def run_identity(model: PreTrainedModel, dataset: Dataset, args: ContrastiveTrai
         "processes": args.world_size,
         "bucket_size": args.rows_per_bucket,
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "learning_rates": [args.learning_rate, args.head_learning_rate, str(args.lr_scheduler_type)],
         "seed": [args.seed, args.data_seed],
     }
 
@@ -112,28 +121,64 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
 
 
 def checkpoint_step(checkpoint: str | Path) -> int:
-    """N of a folder ``checkpoint-N``."""
-    return int(Path(checkpoint).name.rsplit("-", 1)[1])
+    """Optimiser steps taken when the checkpoint was written.
+
+    Raises:
+        ValueError: its state cannot be read.
+    """
+    return int(_read_json(Path(checkpoint) / TRAINER_STATE_NAME)["global_step"])
+
+
+def check_whole(checkpoint: str | Path, processes: int) -> None:
+    """Refuse a checkpoint that lacks a file which resuming needs, or holds a damaged one.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    folder = Path(checkpoint)
+    _read_json(folder / TRAINER_STATE_NAME)
+    rng = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
+    if not (folder / OPTIMIZER_NAME).is_file():
+        raise ValueError(
+            f"{folder} has no {OPTIMIZER_NAME} (was it written with --save_only_model?), so the run cannot be "
+            "continued from it. To start from its weights, give it as --model_name_or_path."
+        )
+    for name in (OPTIMIZER_NAME, SCHEDULER_NAME, *rng):
+        # torch.save writes zip archives, whose directory stands at the end.
+        if not zipfile.is_zipfile(folder / name):
+            raise ValueError(f"{folder / name} is missing or damaged. {_OTHER_CHECKPOINT}")
+    try:
+        with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{folder / SAFE_WEIGHTS_NAME} is missing or damaged ({error}). {_OTHER_CHECKPOINT}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or damaged ({error}). {_OTHER_CHECKPOINT}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object. {_OTHER_CHECKPOINT}")
+    return value
 
 
 def check_identity(checkpoint: str | Path, identity: dict[str, Any]) -> None:
     """Refuse to resume another model's or another data set's run.
 
     Raises:
-        ValueError: naming each difference, old and new; or a checkpoint that lacks what resuming needs.
+        ValueError: naming each difference, old and new.
     """
-    if not (Path(checkpoint) / OPTIMIZER_NAME).is_file():
-        raise ValueError(
-            f"{checkpoint} has no {OPTIMIZER_NAME} (was it written with --save_only_model?), so the run cannot be "
-            "continued from it. To start from its weights, give it as --model_name_or_path."
-        )
     path = Path(checkpoint) / RUN_IDENTITY_NAME
     if not path.is_file():
         raise ValueError(
             f"{checkpoint} has no {RUN_IDENTITY_NAME}: it was not written by a csl_hf training run and cannot be "
             "resumed. To start from its weights, give it as --model_name_or_path."
         )
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = _read_json(path)
     current = json.loads(json.dumps(identity))
     differences = [
         f"{key}: {saved.get(key)} then, {current[key]} now" for key in current if saved.get(key) != current[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -106,10 +107,10 @@ class ContrastiveConfig:
             ("neighborhood_warmup_steps", 0),
             ("neighborhood_weight", 0),
         ):
-            if getattr(self, name) < low:
+            if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}.")
         for name in ("temperature", "radius", "hard_negative_weight"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be greater than 0.")
 
     @classmethod

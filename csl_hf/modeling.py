@@ -313,3 +313,26 @@ class AutoModelForContrastiveLearning:
                 "AutoModelForContrastiveLearning.register (see RobertaForContrastiveLearning for the two lines)."
             )
         return cls._classes[config.model_type]
+
+
+@torch.no_grad()
+def check_dropout(model: PreTrainedModel) -> None:
+    """Make sure that two forward passes of one text differ, as the two views of a text must.
+
+    Raises:
+        ValueError: they are identical: the backbone has no dropout.
+    """
+    was_training = model.training
+    token = model.config.eos_token_id if isinstance(model.config.eos_token_id, int) else 1
+    ids = torch.full((1, 2, 8), token, device=model.device)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        model.train()
+        first, second = model(ids, project=False).embeddings[0]
+    model.train(was_training)
+    if torch.equal(first, second):
+        rates = {k: v for k, v in model.config.to_dict().items() if "drop" in k and isinstance(v, int | float)}
+        raise ValueError(
+            f"Two views of one text are identical: this {model.config.model_type} backbone drops nothing in training "
+            f"(its configuration says {rates}). Set its dropout, e.g. --dropout 0.1, or use an explicit augmentation."
+        )

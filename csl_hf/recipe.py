@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-import shutil
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from csl_hf.arguments import ContrastiveTrainingArguments, DataArguments, ModelArguments
-from csl_hf.checkpoints import find_checkpoint, remove_staging
 from csl_hf.configuration import ContrastiveConfig
 from csl_hf.data import CleaningReport, clean_texts, load_texts, take_samples, tokenize_texts
 from csl_hf.export import default_max_seq_length, save_sentence_transformer
 from csl_hf.files import write_json
 from csl_hf.model_card import ModelCardSettings, write_model_card
 from csl_hf.modeling import AutoModelForContrastiveLearning, set_dropout
+from csl_hf.output_folder import clear_output_dir, only_writer, prepare_output_dir
 from csl_hf.trainer import ContrastiveTrainer, Evaluator
 
 logger = logging.getLogger(__name__)
@@ -82,15 +83,35 @@ def run_training(
         FloatingPointError: training diverged.
     """
     with training_args.main_process_first(desc="looking at the output folder"):
-        prepare_output_dir(training_args)
+        prepare_output_dir(training_args, model_args.model_name_or_path)
+    with only_writer(training_args):
+        return _run_in_prepared_folder(method, model_args, data_args, objective, training_args, command)
+
+
+def _run_in_prepared_folder(
+    method: str,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    objective: ContrastiveConfig,
+    training_args: ContrastiveTrainingArguments,
+    command: str | None,
+) -> tuple[RunResult, ContrastiveTrainer]:
     set_seed(training_args.seed)
     trainer, report = build_trainer(model_args, data_args, objective, training_args)
-    if training_args.overwrite_output_dir and training_args.should_save:
-        clear_output_dir(training_args)
     before = trainer.measure()
     check_metric(training_args, before)
+    checkpoint = trainer.checkpoint_to_resume(training_args.resume_from_checkpoint)
+    # Nothing is deleted before every check has passed.
+    if training_args.overwrite_output_dir and training_args.should_save:
+        clear_output_dir(training_args)
     start = time.perf_counter()
-    output = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    output = trainer.train(resume_from_checkpoint=checkpoint)
+    if output.global_step == 0:
+        raise ValueError(
+            f"No step was taken: max_steps={training_args.max_steps}, "
+            f"num_train_epochs={training_args.num_train_epochs}, {len(trainer.train_dataset)} texts in batches of "
+            f"{training_args.texts_per_batch}. Nothing was exported."
+        )
     result = RunResult(
         output_dir=str(training_args.output_dir),
         before=before,
@@ -139,41 +160,6 @@ def build_trainer(
     return trainer, report
 
 
-def prepare_output_dir(training_args: ContrastiveTrainingArguments) -> None:
-    """Refuse to write into somebody's folder.
-
-    Raises:
-        FileExistsError: it is not empty, and neither overwrite nor resume was asked for.
-        FileNotFoundError: there is nothing to resume from.
-        NotADirectoryError: it is a file.
-    """
-    folder = Path(training_args.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"--output_dir {folder} is a file; name a folder.")
-    if training_args.should_save:
-        remove_staging(folder)
-    if continues_in(training_args):
-        return
-    if folder.is_dir() and any(folder.iterdir()) and not training_args.overwrite_output_dir:
-        raise FileExistsError(
-            f"--output_dir {folder} is not empty. Name another folder, continue the run in it with "
-            "--resume_from_checkpoint True, or replace it with --overwrite_output_dir."
-        )
-
-
-def continues_in(training_args: ContrastiveTrainingArguments) -> bool:
-    """Whether the run resumes from a checkpoint in its own output folder."""
-    checkpoint = find_checkpoint(training_args.output_dir, training_args.resume_from_checkpoint)
-    return checkpoint is not None and Path(checkpoint).resolve().parent == Path(training_args.output_dir).resolve()
-
-
-def clear_output_dir(training_args: ContrastiveTrainingArguments) -> None:
-    """Delete an earlier run's checkpoints, which a new run would mix up with its own. Other files stay."""
-    if not continues_in(training_args):
-        for path in Path(training_args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-            shutil.rmtree(path)
-
-
 def check_metric(training_args: ContrastiveTrainingArguments, measured: dict[str, float]) -> None:
     """Refuse a metric that no evaluation gives, before training and not after it.
 
@@ -199,7 +185,7 @@ def load_model(model_args: ModelArguments, objective: ContrastiveConfig):
     try:
         config = AutoConfig.from_pretrained(name, **hub)
         tokenizer = AutoTokenizer.from_pretrained(name, **hub)
-    except OSError as error:
+    except (OSError, json.JSONDecodeError) as error:
         raise FileNotFoundError(
             f"--model_name_or_path {name} is neither a folder with a transformers model (config.json, weights, "
             f"tokenizer) nor a model that the Hub gives. The loader said: {error}"
@@ -210,7 +196,21 @@ def load_model(model_args: ModelArguments, objective: ContrastiveConfig):
     changed = [f"{k}: {saved[k]} -> {v}" for k, v in objective.to_dict().items() if k in saved and saved[k] != v]
     if changed:
         logger.warning(f"{name} was trained with other settings than this run: {', '.join(changed)}.")
-    model = AutoModelForContrastiveLearning.from_pretrained(name, config=config, contrastive=objective, **hub)
+    try:
+        model, loading = AutoModelForContrastiveLearning.from_pretrained(
+            name, config=config, contrastive=objective, output_loading_info=True, **hub
+        )
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(
+            f"The weights of {name} are damaged or do not fit its configuration (a csl_hf checkpoint needs the "
+            f"--projection_dim it was made with). The loader said: {error}"
+        ) from error
+    missing = sorted(key for key in loading["missing_keys"] if not key.startswith("head."))
+    if missing:
+        raise ValueError(
+            f"{name} lacks weights of its {config.model_type} backbone, which would be random: {', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}. Give a folder that transformers' AutoModel loads completely."
+        )
     return model, tokenizer
 
 
@@ -231,9 +231,8 @@ def check_max_length(data_args: DataArguments, config: Any, tokenizer: PreTraine
 
 def read_source(data_args: DataArguments, cache_dir: str | None = None) -> Dataset:
     """The texts of ``--train_file`` as they are, before cleaning."""
-    sources = data_args.train_file
     return load_texts(
-        sources if len(sources) > 1 else sources[0],
+        data_args.train_file,
         text_column=data_args.text_column,
         split=data_args.train_split,
         encoding=data_args.encoding,
@@ -259,8 +258,26 @@ def load_dataset(
         texts, tokenizer, data_args.max_length, num_proc=workers, cache_dir=model_args.cache_dir
     )
     report.max_length = data_args.max_length
+    check_distinct(dataset, data_args)
     logger.info(f"Training texts: {report.summary()}")
     return dataset, report
+
+
+def check_distinct(dataset: Dataset, data_args: DataArguments) -> None:
+    """Texts that are equal once they are cut off cannot be told apart, and are never each other's negatives.
+
+    Raises:
+        ValueError: all are equal.
+    """
+    distinct = len(np.unique(dataset.with_format("numpy")["text_id"]))
+    if distinct < 2:
+        raise ValueError(
+            f"All {len(dataset)} texts are the same tokens at --max_length {data_args.max_length}. Raise it, or check "
+            "that the model's folder holds its tokenizer."
+        )
+    repeated = 1 - distinct / len(dataset)
+    if repeated > 0.01:
+        logger.warning(f"{repeated:.1%} of the texts equal another one at --max_length {data_args.max_length}.")
 
 
 def build_evaluators(data_args: DataArguments, cache_dir: str | None = None) -> dict[str, Evaluator]:
@@ -292,6 +309,6 @@ def save_run(result: RunResult, trainer: ContrastiveTrainer, method: str, comman
     folder = Path(result.output_dir)
     save_sentence_transformer(trainer.model, trainer.processing_class, folder, max_seq_length=trainer.max_seq_length)
     write_json(folder / "training_log.json", trainer.state.log_history)
-    plot_training_log(trainer.state.log_history, folder / "training_log.png")
     write_json(folder / "run_results.json", asdict(result))
     write_model_card(folder, ModelCardSettings.from_run(result, method, command))
+    plot_training_log(trainer.state.log_history, folder / "training_log.png")

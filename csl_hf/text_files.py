@@ -272,6 +272,8 @@ def _table_records(rows: Iterator[tuple[int, list[str]]], path: str) -> Iterator
             continue
         if header is None:
             header = fields
+            if len(set(header)) < len(header):
+                raise TextFileError(f"'{path}': two columns have one name ({_quoted(header)}). Rename one of them.")
             continue
         if len(fields) != len(header):
             raise TextFileError(
@@ -292,6 +294,8 @@ def _json_records(lines: Iterator[str], path: str) -> Iterator[tuple[int, dict[s
                 f"'{path}', line {number}, character {error.colno}: malformed JSON ({error.msg}). "
                 "Expected one whole JSON object on each line (JSON Lines)."
             ) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+            raise TextFileError(f"'{path}', line {number}: JSON that cannot be read ({error}).") from error
         if not isinstance(record, dict):
             raise TextFileError(
                 f"'{path}', line {number}: a JSON {type(record).__name__}, expected one object on each line, "

@@ -64,6 +64,8 @@ def load_texts(
     sources = [os.fspath(one) for one in sources]
     if not sources:
         raise ValueError("No text source given. Expected files, a folder, a Hub id or 'builtin'.")
+    if len(sources) > 1 and "builtin" in sources and not os.path.exists("builtin"):
+        raise ValueError("'builtin' cannot be combined with other sources; give it alone.")
     if len(sources) > 1:
         return _load_files(find_files(sources), text_column, encoding, cache_dir, num_proc)
 

@@ -12,13 +12,14 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint, rotate_checkpoints
 from transformers.utils import logging
 
 from csl_hf.arguments import ContrastiveTrainingArguments
 from csl_hf.checkpoints import (
     RUN_IDENTITY_NAME,
     check_identity,
+    check_whole,
     checkpoint_step,
     find_checkpoint,
     publish,
@@ -31,6 +32,7 @@ from csl_hf.distributed import gather, gather_with_gradient
 from csl_hf.evaluation.analysis import embedding_statistics
 from csl_hf.export import add_sentence_transformer_files, live_sentence_transformer
 from csl_hf.files import write_json
+from csl_hf.modeling import check_dropout
 from csl_hf.objectives import contrastive_losses
 
 logger = logging.get_logger(__name__)
@@ -117,7 +119,8 @@ class ContrastiveTrainer(Trainer):
 
     def _choose_best_metric(self, args: ContrastiveTrainingArguments) -> None:
         """The first evaluator's own metric and direction, where the user has named none."""
-        if not args.load_best_model_at_end or args.metric_for_best_model is not None:
+        picks_best = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+        if not picks_best or args.metric_for_best_model is not None:
             return
         for evaluator in self.evaluators.values():
             if getattr(evaluator, "primary_metric", None):
@@ -125,7 +128,7 @@ class ContrastiveTrainer(Trainer):
                 args.greater_is_better = getattr(evaluator, "greater_is_better", True)
                 return
         raise ValueError(
-            "load_best_model_at_end=True, but no evaluator says which metric to go by. Give evaluators, or "
+            "The best checkpoint is asked for, but no evaluator says which metric to go by. Give evaluators, or "
             "--metric_for_best_model with --greater_is_better."
         )
 
@@ -287,14 +290,28 @@ class ContrastiveTrainer(Trainer):
         if self.args.should_save:
             remove_staging(self.args.output_dir)
         self.accelerator.wait_for_everyone()
-        checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
-        self._identity = run_identity(self.accelerator.unwrap_model(self.model), self.train_dataset, self.args)
-        if checkpoint is not None:
-            check_identity(checkpoint, self._identity)
-            self.resumed_from = checkpoint_step(checkpoint)
+        checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
+        self.resumed_from = 0 if checkpoint is None else checkpoint_step(checkpoint)
         return super().train(resume_from_checkpoint=checkpoint, **kwargs)
 
+    def checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The folder to resume from, after making sure that it is whole and of this very run; None for a new run.
+
+        Raises:
+            FileNotFoundError: no checkpoint to resume from.
+            ValueError: a checkpoint that is damaged, or of another run.
+        """
+        self._identity = run_identity(self.accelerator.unwrap_model(self.model), self.train_dataset, self.args)
+        checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
+        if checkpoint is not None:
+            check_whole(checkpoint, self.args.world_size)
+            check_identity(checkpoint, self._identity)
+        return checkpoint
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        best = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.state.best_model_checkpoint is None and best.is_dir():
+            self.state.best_model_checkpoint = str(best)  # the folder was moved since
         # Killed after its last checkpoint, a run has nothing left to train; the parent would take one step more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -371,26 +388,3 @@ class ContrastiveTrainer(Trainer):
             model = self.accelerator.unwrap_model(self.model)
             folder = output_dir if output_dir is not None else self.args.output_dir
             add_sentence_transformer_files(folder, model, self.processing_class, self.max_seq_length)
-
-
-@torch.no_grad()
-def check_dropout(model: PreTrainedModel) -> None:
-    """Make sure that two forward passes of one text differ, as the two views of a text must.
-
-    Raises:
-        ValueError: they are identical: the backbone has no dropout.
-    """
-    was_training = model.training
-    token = model.config.eos_token_id if isinstance(model.config.eos_token_id, int) else 1
-    ids = torch.full((1, 2, 8), token, device=model.device)
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        model.train()
-        first, second = model(ids, project=False).embeddings[0]
-    model.train(was_training)
-    if torch.equal(first, second):
-        rates = {k: v for k, v in model.config.to_dict().items() if "drop" in k and isinstance(v, int | float)}
-        raise ValueError(
-            f"Two views of one text are identical: this {model.config.model_type} backbone drops nothing in training "
-            f"(its configuration says {rates}). Set its dropout, e.g. --dropout 0.1, or use an explicit augmentation."
-        )

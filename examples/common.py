@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import transformers
+from safetensors import SafetensorError
 from transformers.trainer_utils import is_main_process
 
 from csl_hf import SentenceTransformer
@@ -17,6 +18,7 @@ from csl_hf.configuration import ContrastiveConfig
 from csl_hf.evaluation.report import markdown_table
 from csl_hf.recipe import BUILTIN, RunResult, read_source, run_training
 
+ROOT = Path(__file__).resolve().parents[1]
 ARGUMENTS = (ModelArguments, DataArguments, ContrastiveConfig, ContrastiveTrainingArguments)
 # For the built-in corpus. In texts of the user's own, three of them look for their neighbours.
 QUERIES = ["open a file and read it", "turn text into numbers", "wait until a process has ended"]
@@ -31,9 +33,11 @@ def main(method: str, default_config: Path, description: str) -> None:
         arguments = parse_arguments(ARGUMENTS, default_config=default_config, description=description)
         model_args, data_args, objective, training_args = arguments
         set_verbosity(training_args)
+        if not Path(model_args.model_name_or_path).exists() and (ROOT / model_args.model_name_or_path).is_dir():
+            model_args.model_name_or_path = str(ROOT / model_args.model_name_or_path)  # started from elsewhere
         command = command_line(sys.argv, training_args.world_size)
         result, trainer = run_training(method, model_args, data_args, objective, training_args, command)
-    except (OSError, ValueError, FloatingPointError) as error:
+    except (OSError, ValueError, FloatingPointError, SafetensorError) as error:
         logger.debug("Where it happened:", exc_info=True)  # shown with --log_level debug
         sys.exit(f"{type(error).__name__}: {error}")
     if trainer.is_world_process_zero():
@@ -69,6 +73,7 @@ def set_verbosity(training_args: ContrastiveTrainingArguments) -> None:
 
 def report(result: RunResult, data_args: DataArguments, cache_dir: str | None) -> None:
     """Metrics before and after, time, files, example searches."""
+    sys.stdout.reconfigure(errors="replace")  # texts may hold what the terminal cannot show
     print()
     if result.after:
         print(markdown_table({"before": result.before, "after": result.after}))
@@ -77,7 +82,10 @@ def report(result: RunResult, data_args: DataArguments, cache_dir: str | None) -
         f"exported step {result.best_step} to {result.output_dir}"
     )
     if data_args.show_searches:
-        show_searches(result.output_dir, data_args, cache_dir)
+        try:
+            show_searches(result.output_dir, data_args, cache_dir)
+        except (OSError, ValueError) as error:
+            logger.warning(f"No example searches: {error}")
     print(f'\nUse it: SentenceTransformer("{result.output_dir}").encode(["..."])')
 
 
@@ -94,7 +102,7 @@ def show_searches(folder: str, data_args: DataArguments, cache_dir: str | None) 
         print(f"\n{query[:100]!r} finds")
         best = [index for index in scores.argsort(descending=True).tolist() if texts[index] != query][:3]
         for index in best:
-            print(f"  {scores[index]:.2f}  {texts[index][:100]}")
+            print(f"  {scores[index]:.2f}  {texts[index][:100]!r}")
 
 
 if __name__ == "__main__":

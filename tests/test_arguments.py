@@ -47,6 +47,10 @@ def test_json_and_default_config(tmp_path):
         ("- a\n", "holds a list"),
         ("radius: [1\n", "cannot be read"),
         ("num_neighbors:\n", "num_neighbors: the value is empty"),
+        ("max_length: true\n", "max_length: True is a truth value; expected int"),
+        ("temperature: [1]\n", r"temperature: got the list \[1\]; expected float"),
+        ("train_file: []\n", "train_file: got the list"),
+        ("1: 2\nconfig: x\n", "unknown arguments: 1, config"),
     ],
 )
 def test_unusable_config_is_named(tmp_path, content, message):
@@ -61,6 +65,25 @@ def test_unusable_config_is_named(tmp_path, content, message):
 def test_unknown_argument_is_named():
     with pytest.raises(ValueError, match="--raduis"):
         parse_arguments(TYPES, ["--raduis", "3"])
+
+
+def test_repeated_argument_is_refused():
+    with pytest.raises(ValueError, match="--train_file is given twice"):
+        parse_arguments(TYPES, ["--train_file", "a.txt", "--train_file", "b.txt"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"auto_find_batch_size": True}, "would change the number of negatives"),
+        ({"greater_is_better": True}, "without metric_for_best_model"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
+        ({"bucket_size": -1}, "bucket_size=-1 must be at least 0"),
+    ],
+)
+def test_training_arguments_out_of_range_are_named(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        ContrastiveTrainingArguments(output_dir=str(tmp_path), **options)
 
 
 def test_help_names_equations_and_groups(capsys):

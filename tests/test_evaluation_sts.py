@@ -175,3 +175,12 @@ def test_shared_files_have_the_published_sizes(shared_dir):
         first, second, scores = read_sts_file(shared_dir / "data" / "sts" / f"{name}.tsv")
         assert len(first) == len(second) == len(scores) == rows
         assert 0 <= min(scores) < max(scores) <= 5
+
+
+def test_file_without_an_order_is_named(tmp_path):
+    path = tmp_path / "dev.tsv"
+    path.write_text("score\tsentence1\tsentence2\n1\ta\tb\n1\tc\td\n")
+    with pytest.raises(ValueError, match="dev.tsv has 2 pairs, all with the score 1.0"):
+        load_sts(path)
+    with pytest.raises(FileNotFoundError, match="name of the STS file is empty"):
+        load_sts("")

@@ -221,6 +221,8 @@ def test_activation_checkpointing_gives_the_same_gradients():
         ({"temperature": 0}, "temperature=0 must be greater than 0"),
         ({"num_neighbors": 0}, "num_neighbors=0 must be at least 1"),
         ({"radius": -1}, "radius=-1 must be greater"),
+        ({"radius": float("inf")}, "radius=inf must be greater"),
+        ({"neighborhood_weight": float("nan")}, "neighborhood_weight=nan must be at least 0"),
         ({"neighborhood_gradient": "both"}, "reference, paper"),
     ],
 )

@@ -20,7 +20,8 @@ FORBIDDEN = {
     "export": {"trainer", "recipe", "evaluation", "model_card"},
     "checkpoints": {"trainer", "recipe"},
     "model_card": {"trainer"},
-    "trainer": {"recipe", "model_card"},
+    "trainer": {"recipe", "model_card", "output_folder"},
+    "output_folder": {"recipe", "model_card", "trainer"},
 }
 
 

@@ -241,3 +241,18 @@ def test_a_file_without_rows(tmp_path, name, content):
 def test_unknown_encoding(encoding):
     with pytest.raises(ValueError, match=f"--encoding '{encoding}' is not a known text encoding"):
         check_encoding(encoding)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,text\none,two\n", "two columns have one name \\('text', 'text'\\)"),
+        ("a.jsonl", '{"text": "a"}\n{"text": ' + "9" * 5000 + "}\n", "line 2: JSON that cannot be read"),
+        ("b.jsonl", "[" * 100_000 + "\n", "line 1: JSON that cannot be read"),
+    ],
+)
+def test_tables_that_cannot_be_read_are_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(TextFileError, match=message):
+        list(read_texts(str(path)))

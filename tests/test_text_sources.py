@@ -248,3 +248,9 @@ def test_unknown_encoding_and_wrong_column_of_a_file(folder):
         load_texts(str(folder / "a.txt"), encoding="utf-9")
     with pytest.raises(ValueError, match="no column 'body'.*'text', 'label'"):
         load_texts(str(folder / "c.csv.gz"), text_column="body")
+
+
+def test_builtin_stands_alone(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    with pytest.raises(ValueError, match="'builtin' cannot be combined"):
+        load_texts(["builtin", str(tmp_path / "a.txt")])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from transformers import TrainerCallback
 from csl_hf.arguments import ContrastiveTrainingArguments
 from csl_hf.checkpoints import find_checkpoint
 from csl_hf.data import tokenize_texts
-from csl_hf.modeling import set_dropout
-from csl_hf.trainer import ContrastiveTrainer, check_dropout
+from csl_hf.modeling import check_dropout, set_dropout
+from csl_hf.trainer import ContrastiveTrainer
 
 
 @pytest.fixture(scope="module")
@@ -387,6 +386,7 @@ def test_resume_refuses_other_data_model_or_settings(make_trainer, dataset):
         (dict(contrastive={"radius": 0.9}), "model: .*'radius': 0.3.*'radius': 0.9"),
         (dict(global_batch_size=16), "texts_per_batch: 8 then, 16 now"),
         (dict(global_batch_size=16, gradient_accumulation_steps=2), "gradient_accumulation_steps: 1 then, 2 now"),
+        (dict(learning_rate=2e-3), r"learning_rates: \[0.001, None, 'linear'\] then, \[0.002"),
         (dict(bucket_size=0), "bucket_size: 32 then, 0 now"),
         (dict(bf16=True), "precision: fp32 then, bf16 now"),
         (dict(seed=4), r"seed: \[3, 3\] then, \[4, 4\] now"),
@@ -401,11 +401,43 @@ def test_resume_from_nothing_is_an_error(make_trainer, tmp_path):
         make_trainer("empty").train(resume_from_checkpoint=True)
     with pytest.raises(FileNotFoundError, match="is no training checkpoint"):
         make_trainer("empty").train(resume_from_checkpoint=str(tmp_path))
-    foreign = tmp_path / "checkpoint-5"
-    foreign.mkdir()
-    (foreign / "trainer_state.json").write_text(json.dumps({}))
-    with pytest.raises(ValueError, match="not written by a csl_hf training run.*--model_name_or_path"):
-        make_trainer("empty").train(resume_from_checkpoint=str(foreign))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", b"half", "model.safetensors is missing or damaged.*Name an earlier checkpoint-N"),
+        ("optimizer.pt", b"half", "optimizer.pt is missing or damaged"),
+        ("optimizer.pt", None, "has no optimizer.pt.*--save_only_model.*--model_name_or_path"),
+        ("scheduler.pt", None, "scheduler.pt is missing or damaged"),
+        ("rng_state.pth", b"", "rng_state.pth is missing or damaged"),
+        ("trainer_state.json", b"", "trainer_state.json is missing or damaged"),
+        ("csl_hf_run.json", b"[]", "csl_hf_run.json holds a list"),
+        ("csl_hf_run.json", None, "was not written by a csl_hf training run.*--model_name_or_path"),
+    ],
+)
+def test_damaged_checkpoint_is_refused_by_file(make_trainer, name, damage, message):
+    options = dict(save_strategy="steps", save_steps=2, max_steps=2)
+    trainer = make_trainer(**options)
+    trainer.train()
+    path = Path(trainer.args.output_dir) / "checkpoint-2" / name
+    path.unlink() if damage is None else path.write_bytes(damage)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(**options).train(resume_from_checkpoint=True)
+
+
+def test_best_checkpoint_is_found_where_the_folder_was_moved_to(make_trainer):
+    options = dict(
+        save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="probe_value", greater_is_better=True,
+    )  # fmt: skip
+    first = make_trainer("first", evaluators={"probe": Steepness([0.9, 0.1, 0.2])}, **options)
+    first.train()
+    Path(first.args.output_dir).rename(Path(first.args.output_dir).with_name("moved"))
+    moved = make_trainer("moved", evaluators={"probe": Steepness([0.3])}, **options)
+    moved.train(resume_from_checkpoint=True)
+    assert moved.loaded_step() == 2
+    assert_equal_weights(weights(first), weights(moved))
 
 
 def test_backbone_without_dropout_is_refused_with_a_remedy(make_trainer):

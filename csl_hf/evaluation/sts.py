@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,9 +95,11 @@ def load_sts(path_or_hub_id: str | Path, split: str = "validation") -> tuple[lis
         FileNotFoundError: If it is neither a file nor a dataset that can be reached.
         ValueError: As for :func:`read_sts_file`.
     """
-    source = str(path_or_hub_id)
+    source = os.path.expanduser(path_or_hub_id)
+    if not source:
+        raise FileNotFoundError("The name of the STS file is empty. Give a tab-separated file or a dataset id.")
     if Path(source).is_file() or source.endswith(_FILE_SUFFIXES):
-        return read_sts_file(source)
+        return _with_an_order(read_sts_file(source), source)
     from datasets import load_dataset
 
     try:
@@ -113,7 +116,19 @@ def load_sts(path_or_hub_id: str | Path, split: str = "validation") -> tuple[lis
             f"{', '.join(pairs.column_names)}. Expected {', '.join(COLUMNS)}."
         )
     scores = [_score(str(value), f"{source}, row {row}") for row, value in enumerate(pairs["score"])]
-    return list(pairs["sentence1"]), list(pairs["sentence2"]), scores
+    return _with_an_order((list(pairs["sentence1"]), list(pairs["sentence2"]), scores), source)
+
+
+def _with_an_order(
+    pairs: tuple[list[str], list[str], list[float]], source: str
+) -> tuple[list[str], list[str], list[float]]:
+    scores = pairs[2]
+    if len(set(scores)) < 2:
+        raise ValueError(
+            f"{source} has {len(scores)} pairs, all with the score {scores[0]}: a rank correlation needs at least two "
+            "pairs with different scores."
+        )
+    return pairs
 
 
 class StsEvaluator:
