@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, SchedulerType
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -83,7 +83,7 @@ def run_identity(model: PreTrainedModel, dataset: Dataset, args: ContrastiveTrai
         "processes": args.world_size,
         "bucket_size": args.rows_per_bucket,
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        "learning_rates": [args.learning_rate, args.head_learning_rate, str(args.lr_scheduler_type)],
+        "learning_rates": [args.learning_rate, args.head_learning_rate, SchedulerType(args.lr_scheduler_type).value],
         "seed": [args.seed, args.data_seed],
     }
 

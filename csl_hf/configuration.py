@@ -68,7 +68,7 @@ class ContrastiveConfig:
         SIMILARITIES,
     )
     radius: float = _option(
-        0.3,
+        0.1,
         "Norm of the perturbation, Delta of Eq. 3. A multiple of the batch's mean embedding norm unless "
         "--radius_is_absolute is given.",
     )

@@ -383,7 +383,7 @@ def test_resume_refuses_other_data_model_or_settings(make_trainer, dataset):
     make_trainer(**options).train()
     for change, message in (
         (dict(data=dataset.select(range(40))), r"data: \{'texts': 64.*'texts': 40"),
-        (dict(contrastive={"radius": 0.9}), "model: .*'radius': 0.3.*'radius': 0.9"),
+        (dict(contrastive={"radius": 0.9}), "model: .*'radius': 0.1.*'radius': 0.9"),
         (dict(global_batch_size=16), "texts_per_batch: 8 then, 16 now"),
         (dict(global_batch_size=16, gradient_accumulation_steps=2), "gradient_accumulation_steps: 1 then, 2 now"),
         (dict(learning_rate=2e-3), r"learning_rates: \[0.001, None, 'linear'\] then, \[0.002"),
