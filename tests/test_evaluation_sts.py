@@ -64,9 +64,9 @@ def test_load_from_a_dataset(tmp_path):
     folder = tmp_path / "stsb"
     folder.mkdir()
     for split, score in (("validation", 0.5), ("test", 0.25)):
-        (folder / f"{split}.csv").write_text(f"sentence1,sentence2,score\nOne.,Two.,{score}\n")
-    assert load_sts(folder) == (["One."], ["Two."], [0.5])
-    assert load_sts(folder, split="test") == (["One."], ["Two."], [0.25])
+        (folder / f"{split}.csv").write_text(f"sentence1,sentence2,score\nOne.,Two.,{score}\nA.,B.,1.0\n")
+    assert load_sts(folder) == (["One.", "A."], ["Two.", "B."], [0.5, 1.0])
+    assert load_sts(folder, split="test") == (["One.", "A."], ["Two.", "B."], [0.25, 1.0])
     (folder / "validation.csv").write_text("a,b\n1,2\n")
     (folder / "test.csv").unlink()
     with pytest.raises(ValueError, match="no column sentence1, sentence2, score; its columns are a, b"):

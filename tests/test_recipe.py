@@ -228,7 +228,6 @@ def test_info_nce_with_other_poolings_exports_what_it_trained(inputs, tmp_path, 
         ({"objective": {"num_neighbors": 16}}, ValueError, "num_neighbors=16 needs at least 17"),
         ({"data": {"eval_sts_file": "nowhere.tsv"}}, FileNotFoundError, "nowhere.tsv"),
         ({"max_steps": -1, "num_train_epochs": 0.0}, ValueError, "No step was taken"),
-        ({"data": {"max_length": 3}}, ValueError, "All 64 texts are the same tokens at --max_length 3"),
         ({"data": {"max_train_samples": 1}}, ValueError, "--max_train_samples 1"),
         (
             {"metric_for_best_model": "stsb_accuracy", "greater_is_better": True},
@@ -241,6 +240,17 @@ def test_unusable_input_is_named_before_anything_is_written(inputs, tmp_path, ch
     with pytest.raises(error, match=message):
         run(inputs, tmp_path / "out", **change)
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_texts_that_are_equal_once_cut_off_are_refused_or_warned_of(inputs, tmp_path, caplog):
+    same, half = tmp_path / "same.txt", tmp_path / "half.txt"
+    beginning = "The same long beginning of every text there is, "
+    same.write_text("".join(f"{beginning}{i}\n" for i in range(40)))
+    half.write_text(same.read_text() + inputs["train"].read_text())
+    with pytest.raises(ValueError, match="All 40 texts are the same tokens at --max_length 8"):
+        run(inputs, tmp_path / "a", data={"train_file": [str(same)], "max_length": 8})
+    run(inputs, tmp_path / "b", data={"train_file": [str(half)], "max_length": 8})
+    assert re.search(r"\d\d\.\d% of the texts equal another one at --max_length 8", caplog.text)
 
 
 def test_unsupported_backbone_names_the_supported_ones(tmp_path, tiny_tokenizer):
