@@ -106,6 +106,7 @@ def _run_in_prepared_folder(
         clear_output_dir(training_args)
     start = time.perf_counter()
     output = trainer.train(resume_from_checkpoint=checkpoint)
+    train_seconds = round(time.perf_counter() - start, 1)
     if output.global_step == 0:
         raise ValueError(
             f"No step was taken: max_steps={training_args.max_steps}, "
@@ -117,7 +118,7 @@ def _run_in_prepared_folder(
         before=before,
         after=trainer.measure(),
         data={"source": data_args.train_file, **report.to_dict()},
-        train_seconds=round(time.perf_counter() - start, 1),
+        train_seconds=train_seconds,
         steps=output.global_step,
         resumed_from=trainer.resumed_from,
         best_step=trainer.loaded_step(),
