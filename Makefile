@@ -15,8 +15,10 @@ $(STAMP): setup.cfg setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet --editable ".[test]" --constraint constraints.txt
 	touch $(STAMP)
 
+# accelerate gives a process one thread unless it is told otherwise.
 demo: $(STAMP)
-	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	$(BIN)/accelerate launch --num_cpu_threads_per_process $$($(BIN)/python -c "import os; print(os.cpu_count())") \
+		--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		examples/run_vascl.py --overwrite_output_dir
 
 test: $(STAMP) lint

@@ -155,6 +155,8 @@ class ContrastiveTrainingArguments(TrainingArguments):
         if chosen is None:
             # The parent falls back to the evaluation loss, which does not exist here: the trainer asks its evaluators.
             self.metric_for_best_model = self.greater_is_better = None
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # torch would warn that there is nothing to pin for
         if self.data_seed is None:
             self.data_seed = self.seed
         if self.remove_unused_columns:

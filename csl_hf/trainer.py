@@ -102,7 +102,10 @@ class ContrastiveTrainer(Trainer):
         # The losses are means over one batch: Trainer must divide them by the accumulation steps.
         self.model_accepts_loss_kwargs = False
         self.loss_is_scaled_for_ga = False
-        logger.info(f"Training in {args.world_size} process(es), {args.texts_per_batch} texts in each global batch.")
+        threads = f" of {torch.get_num_threads()} thread(s)" if args.device.type == "cpu" else ""
+        logger.info(
+            f"Training in {args.world_size} process(es){threads}, {args.texts_per_batch} texts in each global batch."
+        )
 
     def _check_batch_size(self, args: ContrastiveTrainingArguments) -> None:
         needed = self.objective.num_neighbors + 1 if self.objective.uses_neighborhood else 2

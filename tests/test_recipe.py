@@ -166,7 +166,7 @@ def test_two_processes_use_the_global_batch_and_write_one_set_of_files(inputs, t
         capture_output=True, text=True, cwd=REPOSITORY,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr[-4000:]
-    assert process.stderr.count("Training in 2 process(es), 16 texts in each global batch") == 1
+    assert process.stderr.count("Training in 2 process(es) of 1 thread(s), 16 texts in each global batch") == 1
     results = json.loads((folder / "run_results.json").read_text())
     assert (results["processes"], results["texts_per_batch"], results["steps"]) == (2, 16, 3)
     assert process.stdout.count("| before |") == 1
