@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
@@ -91,7 +92,8 @@ class ContrastiveTrainingArguments(TrainingArguments):
 
     Defaults that differ from the parent: ``remove_unused_columns=False`` (the collator needs every column),
     ``logging_nan_inf_filter=False`` (a loss that is not finite stops the run), ``logging_steps=10``,
-    ``ddp_find_unused_parameters=False`` (every parameter is used in every step), ``data_seed=seed``.
+    ``ddp_find_unused_parameters=False`` (every parameter is used in every step), ``data_seed=seed``,
+    ``use_cpu=True`` where there is no accelerator.
 
     Raises:
         ValueError: values that contradict each other, each with what to change.
@@ -150,6 +152,9 @@ class ContrastiveTrainingArguments(TrainingArguments):
                 "auto_find_batch_size=True would change the number of negatives behind your back. Leave it out and "
                 "lower --global_batch_size instead."
             )
+        if not torch.accelerator.is_available():
+            # Otherwise accelerate leaves the processes of torchrun apart on such a machine, each training alone.
+            self.use_cpu = True
         chosen = self.metric_for_best_model
         super().__post_init__()
         if chosen is None:

@@ -42,7 +42,6 @@ save_steps: 3
 save_total_limit: 2
 load_best_model_at_end: true
 logging_steps: 3
-use_cpu: true
 report_to: none
 dataloader_pin_memory: false
 """
@@ -63,7 +62,7 @@ def inputs(tmp_path_factory, tiny_backbone, sentences):
 def script(name: str, *arguments: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, str(REPOSITORY / "examples" / name), *arguments],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
     )  # fmt: skip
 
@@ -162,7 +161,7 @@ def test_two_processes_use_the_global_batch_and_write_one_set_of_files(inputs, t
             *(str(REPOSITORY / "examples" / "run_vascl.py"), "--config", str(inputs["config"])),
             *("--output_dir", str(folder), "--show_searches", "False", "--max_steps", "3"),
         ],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, cwd=REPOSITORY,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr[-4000:]
