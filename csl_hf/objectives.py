@@ -49,14 +49,13 @@ def contrastive_losses(
             "a hard negative."
         )
     same_text = None if text_ids is None else equal_rows(text_ids)
-    z1, z2, *hard_negatives = head(embeddings).unbind(dim=1)  # each (M, p)
+    z1, z2, *rest = head(embeddings).unbind(dim=1)  # each (M, p)
     if config.loss == "nt_xent":
         losses = {"nt_xent": nt_xent(z1, z2, config.temperature, same_text)}
     else:
+        hard_negatives = rest[0] if rest else None
         losses = {
-            "info_nce": info_nce(z1, z2, *hard_negatives, config.temperature, config.hard_negative_weight, same_text)
-            if hard_negatives
-            else info_nce(z1, z2, temperature=config.temperature, mask=same_text)
+            "info_nce": info_nce(z1, z2, hard_negatives, config.temperature, config.hard_negative_weight, same_text)
         }
     if config.uses_neighborhood:
         losses["neighborhood"] = virtual_neighborhood_loss(embeddings[:, 0], head, config, same_text, generator)
